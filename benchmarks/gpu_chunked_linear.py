@@ -1,0 +1,387 @@
+"""Chunked linear attention on a GPU: is it right, how fast is it, which configurations are best.
+
+    python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive computation's
+    python benchmarks/gpu_chunked_linear.py --tune 64           every configuration of every kernel, best ones last
+    python benchmarks/gpu_chunked_linear.py --bench out.json    the table of the README; with --peer also flash-linear-attention
+
+Floors count each input read once and each output written once at the copy bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import torch
+import triton
+from triton.testing import do_bench
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _load():
+    """The kernel's two modules; by path where the package around them does not import."""
+    try:
+        return tuple(importlib.import_module(f"heedful.kernels.chunked_linear.{x}") for x in ("reference", "triton"))
+    except ImportError:
+        package = types.ModuleType("chunked_linear")
+        package.__path__ = [str(ROOT / "src/heedful/kernels/chunked_linear")]
+        sys.modules["chunked_linear"] = package
+        return tuple(importlib.import_module(f"chunked_linear.{x}") for x in ("reference", "triton"))
+
+
+reference, fused = _load()
+
+
+def naive(q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None):
+    """The dense computation, every step in the dtype of its inputs."""
+    (_, H, n, _), (_, Hkv, m, _) = q.shape, v.shape
+    x, y = (torch.where(a > 0, a + 1, a.clamp(max=0).exp()) if feature == "elu1" else a for a in (q, k))
+    x, y = (a.exp() if feature == "exp" else a.relu() if feature == "relu" else a for a in (x, y))
+    y, v = (a.repeat_interleave(H // Hkv, 1) for a in (y, v))
+    allowed = torch.ones(n, m, dtype=torch.bool, device=q.device)
+    allowed = allowed.tril() if causal else allowed
+    if segments is not None:
+        allowed = allowed & ((segments[:, :, None] == segments[:, None]) & (segments >= 0)[:, None])[:, None]
+    a = (x @ y.mT).masked_fill(~allowed, 0)
+    if log_decay is not None:
+        at = torch.arange(n, device=q.device)
+        b = log_decay.double()[None, :, None] * at if log_decay.ndim == 1 else log_decay.double().cumsum(-1)
+        a = a * torch.where(allowed, b[..., :, None] - b[..., None, :], -torch.inf).exp().to(a.dtype)
+    below = a.sum(-1, keepdim=True)
+    return torch.where(below != 0, a @ v / torch.where(below != 0, below, 1), 0) if normalise else a @ v
+
+
+def draw(B, H, n, d, *, Hkv=None, e=None, dtype=torch.bfloat16, seed=0, positive=False):
+    g = torch.Generator("cuda").manual_seed(seed)
+    Hkv, e = Hkv or H, e or d
+    shapes = (B, H, n, d), (B, Hkv, n, d), (B, Hkv, n, e)
+    q, k, v = (torch.randn(s, generator=g, device="cuda") for s in shapes)
+    if positive:  # an identity feature map with a normaliser wants weights of one sign
+        q, k = q.abs(), k.abs()
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)]
+
+
+def run(function, inputs, do, **options):
+    o = function(*inputs, **options)
+    o = o[0] if isinstance(o, tuple) else o
+    return o.detach(), *torch.autograd.grad(o, inputs, do.to(o))
+
+
+def errors(got, want):
+    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
+
+
+CHECKS = {
+    "elu1": dict(feature="elu1"),
+    "elu1 d96": dict(feature="elu1", d=96),
+    "elu1 d128": dict(feature="elu1", d=128),
+    "elu1 d256": dict(feature="elu1", d=256, n=700),
+    "elu1 d16": dict(feature="elu1", d=16),
+    "elu1 r64 e128": dict(feature="elu1", e=128),
+    "identity": dict(positive=True),
+    "relu": dict(feature="relu"),
+    "exp": dict(feature="exp"),
+    "unnormalised": dict(normalise=False),
+    "decay a head": dict(feature="elu1", decay="head"),
+    "decay a token": dict(feature="elu1", decay="token"),
+    "retention": dict(decay="head", normalise=False),
+    "shared heads": dict(feature="elu1", Hkv=1),
+    "packed": dict(feature="elu1", segments=True),
+    "packed decay": dict(feature="elu1", segments=True, decay="token"),
+    "not causal": dict(feature="elu1", causal=False),
+    "elu1 n63": dict(feature="elu1", n=63),
+    "elu1 fp16": dict(feature="elu1", dtype=torch.float16),
+    "elu1 fp16 d128": dict(feature="elu1", dtype=torch.float16, d=128),
+    "elu1 fp32": dict(feature="elu1", dtype=torch.float32),
+    "elu1 fp32 d128": dict(feature="elu1", dtype=torch.float32, d=128),
+    "elu1 fp32 d256": dict(feature="elu1", dtype=torch.float32, d=256, n=700),
+    "decay fp32": dict(feature="elu1", dtype=torch.float32, decay="token"),
+}
+
+
+def check(share=(0, 1)) -> dict:
+    """Relative errors of o, dq, dk, dv against float64, beside the naive computation's in the same dtype."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    table = {}
+    for name, case in list(CHECKS.items())[share[0] :: share[1]]:
+        case = dict(case)
+        n, d, dtype = case.pop("n", 1000), case.pop("d", 64), case.pop("dtype", torch.bfloat16)
+        Hkv, e, positive = case.pop("Hkv", 2), case.pop("e", None), case.pop("positive", False)
+        decay, segments = case.pop("decay", None), case.pop("segments", False)
+        inputs = draw(2, 2, n, d, Hkv=Hkv, e=e, dtype=dtype, positive=positive)
+        do = torch.randn(2, 2, n, e or d, device="cuda")
+        if decay:
+            case["log_decay"] = -0.1 * torch.rand((2,) if decay == "head" else (2, 2, n), device="cuda")
+        if segments:
+            lengths = torch.tensor([300, 1, 400, n - 701], device="cuda")
+            case["segments"] = torch.arange(4, device="cuda").repeat_interleave(lengths).repeat(2, 1)
+            case["segments"][0, -50:] = -1
+        try:
+            want = run(naive, [x.detach().double().requires_grad_() for x in inputs], do, **case)
+            got = run(fused.chunked_linear, inputs, do, **case)
+            again = run(fused.chunked_linear, inputs, do, **case)
+            mine, theirs = errors(got, want), errors(run(naive, inputs, do, **case), want)
+        except Exception as error:
+            print(f"{name:18s} FAILED {type(error).__name__} {str(error)[:300]}", flush=True)
+            table[name] = dict(failed=str(error)[:300])
+            continue
+        same = all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+        ratio = max(x / y for x, y in zip(mine, theirs, strict=True))
+        table[name] = dict(error=mine, naive=theirs, worst_ratio=ratio, bit_equal=same)
+        text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in zip(mine, theirs, strict=True))
+        print(f"{name:18s} {'ok ' if ratio <= 2 and same else 'BAD'} x{ratio:.2f} bit_equal={same} {text}", flush=True)
+    return table
+
+
+def long_check(n=131072) -> dict:
+    """Does the error grow with n? The last 1024 rows against float64 of the reference, on the device."""
+    table = {}
+    for length in (2048, 16384, n):
+        inputs = draw(1, 2, length, 64)
+        do = torch.randn(1, 2, length, 64, device="cuda")
+        want = run(reference.chunked_linear, [x.detach().double().requires_grad_() for x in inputs], do, feature="elu1")
+        got = run(fused.chunked_linear, inputs, do, feature="elu1")
+        tail = errors([got[0][:, :, -1024:]], [want[0][:, :, -1024:]])
+        table[length] = dict(error=errors(got, want), last_rows=tail[0])
+        print(f"n {length:7d} errors {' '.join(f'{x:.1e}' for x in table[length]['error'])} last rows {tail[0]:.1e}", flush=True)
+    return table
+
+
+WORK = {
+    "elu1 B1 N65536 d64": dict(B=1, n=65536, feature="elu1"),
+    "elu1 B4 N8192 d64": dict(B=4, n=8192, feature="elu1"),
+    "elu1 B8 N2048 d64": dict(B=8, n=2048, feature="elu1"),
+    "identity unnormalised B1 N65536 d64": dict(B=1, n=65536, normalise=False),
+    "retention B1 N65536 d64": dict(B=1, n=65536, normalise=False, decay=True),
+    "elu1 B1 N65536 d128 H8": dict(B=1, n=65536, feature="elu1", d=128, H=8),
+    "elu1 B1 N65536 d96": dict(B=1, n=65536, feature="elu1", d=96),
+    "elu1 B1 N16384 d256 H8": dict(B=1, n=16384, feature="elu1", d=256, H=8),
+    "elu1 B1 N65536 d32": dict(B=1, n=65536, feature="elu1", d=32),
+    "elu1 not causal B1 N65536 d64": dict(B=1, n=65536, feature="elu1", causal=False),
+    "elu1 packed B1 N65536 d64": dict(B=1, n=65536, feature="elu1", packed=1000),
+    "elu1 H16 Hkv4 B1 N65536 d64": dict(B=1, n=65536, feature="elu1", Hkv=4),
+    "elu1 fp32 B1 N65536 d64": dict(B=1, n=65536, feature="elu1", dtype=torch.float32),
+    "elu1 fp16 B1 N65536 d64": dict(B=1, n=65536, feature="elu1", dtype=torch.float16),
+}
+
+
+def prepare(work):
+    work = dict(work)
+    B, H, n, d = work.pop("B"), work.pop("H", 16), work.pop("n"), work.pop("d", 64)
+    inputs = draw(B, H, n, d, Hkv=work.pop("Hkv", None), dtype=work.pop("dtype", torch.bfloat16))
+    if work.pop("decay", False):
+        work["log_decay"] = torch.log1p(-(2.0 ** -(5 + torch.arange(H, device="cuda") % 8)))
+    if packed := work.pop("packed", 0):
+        work["segments"] = (torch.arange(n, device="cuda") // packed).expand(B, n).contiguous()
+    return inputs, work
+
+
+def median(function, milliseconds=100):
+    return do_bench(function, warmup=25, rep=milliseconds, return_mode="median")
+
+
+def copy_bandwidth():
+    x = torch.randn(2**30, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / median(lambda: y.copy_(x)) / 1e9  # TB/s
+
+
+def floors(inputs, bandwidth):
+    """ms to move q, k, v, o once; and those, then q, k, v, o, do, dq, dk, dv once."""
+    q, k, v = inputs
+    o = q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3] * q.element_size()
+    forward = q.nbytes + k.nbytes + v.nbytes + o
+    return forward / bandwidth / 1e9, (2 * forward + o + q.nbytes + k.nbytes + v.nbytes) / bandwidth / 1e9
+
+
+def timed(function, inputs, peak=True):
+    """ms forward, ms forward + backward, and peak GiB of the second beyond its inputs."""
+    do = None
+
+    def forward():
+        with torch.no_grad():
+            return function(*inputs)
+
+    def both():
+        o = function(*inputs)
+        return torch.autograd.grad(o, inputs, do)
+
+    do = torch.randn_like(forward())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return median(forward), median(both), peak
+
+
+def peer(work):
+    """The same work through flash-linear-attention, or None where it has none."""
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.retention import chunk_retention
+
+    B, n = work["B"], work["n"]
+    known = {"B", "n", "H", "d", "feature", "normalise", "decay"}
+    if set(work) - known:
+        return None
+    if work.get("decay"):
+        return lambda q, k, v: chunk_retention(q, k, v, scale=1.0)[0]
+    normalise = work.get("normalise", True)
+    if work.get("feature") == "elu1":
+        elu1 = torch.nn.functional.elu
+        return lambda q, k, v: chunk_linear_attn(elu1(q) + 1, elu1(k) + 1, v, scale=1.0, normalize=normalise)[0]
+    assert B and n
+    return lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=normalise)[0]
+
+
+def bench(path, peers=(), only=None) -> None:
+    bandwidth = copy_bandwidth()
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.strip()
+    result = dict(device=driver, torch=torch.__version__, triton=triton.__version__, copy_TBps=bandwidth, rows=[])
+    print(f"{driver}, copy {bandwidth:.2f} TB/s", flush=True)
+    for name, work in WORK.items():
+        if only and not any(x in name for x in only):
+            continue
+        inputs, options = prepare(work)
+        low, lows = floors(inputs, bandwidth)
+        row = dict(work=name, floor_ms=low, floor_both_ms=lows)
+        try:
+            f, fb, gib = timed(lambda q, k, v, options=options: fused.chunked_linear(q, k, v, **options)[0], inputs)
+            row.update(forward_ms=f, both_ms=fb, peak_GiB=gib, ratio=f / low, ratio_both=fb / lows)
+            print(
+                f"{name:38s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}  x{f / low:.1f} / x{fb / lows:.1f}"
+                f"  {gib:.2f} GiB", flush=True,
+            )
+        except Exception as error:
+            row["failed"] = str(error)[:200]
+            print(f"{name:38s} FAILED {str(error)[:200]}", flush=True)
+        if name in peers:
+            swapped = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+            try:
+                f, fb, gib = timed(peer(work), swapped)
+                row.update(fla_forward_ms=f, fla_both_ms=fb, fla_peak_GiB=gib)
+                print(f"{'  flash-linear-attention':38s} {f:.3f} / {fb:.3f} ms  {gib:.2f} GiB", flush=True)
+            except Exception as error:
+                row["fla_failed"] = str(error)[:200]
+                print(f"  fla FAILED {str(error)[:200]}", flush=True)
+        result["rows"].append(row)
+        if path:
+            Path(path).write_text(json.dumps(result, indent=1))
+        del inputs
+    return result
+
+
+def recorded(work):
+    """The launches of one forward and backward, to be launched again in other configurations."""
+    launches = []
+    real = fused._launch
+
+    def recording(*args, **kwargs):
+        launches.append((args, kwargs))
+        return real(*args, **kwargs)
+
+    inputs, options = prepare(work)
+    fused._launch = recording
+    try:
+        o = fused.chunked_linear(*inputs, **options)[0]
+        torch.autograd.grad(o, inputs, torch.randn_like(o))
+    finally:
+        fused._launch = real
+    return launches
+
+
+def grid(width):
+    splits = {64: (64,), 128: (64, 128), 256: (32, 64)}[width]
+    blocks = {64: (64, 128), 128: (64, 128), 256: (32, 64)}[width]
+    return [fused.Config(*x) for x in itertools.product(blocks, splits, (4, 8), (1, 2, 3, 4))]
+
+
+def launch_all(width, work, spans, share, timing):
+    """Every launch under every configuration; `share` = (i, of) takes a part of them, to compile in parallel."""
+    rows = []
+    for span in spans:
+        fused._span = lambda *_, span=span: span
+        # the key kernel alone may need a split configuration to exist before it is recorded
+        for position, (args, kwargs) in enumerate(recorded(work)):
+            plan, name = args[1], args[2]
+            for number, config in enumerate(grid(width)):
+                if timing is None and (number + position) % share[1] != share[0]:
+                    continue
+                if name == "keys" and config.split < width and kwargs["DK"] and kwargs["DV"]:
+                    continue
+                plan.layout = lambda _, config=config, plan=plan: (
+                    config, *(max(16, triton.next_power_of_2(x)) for x in (plan.r, plan.e)))
+                try:
+                    fused._launch(*args, **kwargs)
+                    torch.cuda.synchronize()
+                    if timing:
+                        label = name if name != "keys" else f"keys{'K' * kwargs['DK']}{'V' * kwargs['DV']}"
+                        rows.append((label, span, config, median(lambda: fused._launch(*args, **kwargs), timing)))
+                except Exception as error:
+                    if timing:
+                        print(name, config, type(error).__name__, str(error)[:80], flush=True)
+    return rows
+
+
+def tune(width, spans, work, workers=14) -> None:
+    small = dict(work, B=1, n=4 * max(spans), H=2)
+    flags = [sys.executable, __file__, "--spans", *map(str, spans[:1]), "--small", json.dumps(small)]
+    children = [
+        subprocess.Popen([*flags, "--tune", str(width), "--share", str(i), str(workers)], stdout=subprocess.DEVNULL)
+        for i in range(workers)
+    ]
+    for child in children:
+        child.wait()
+    print("compiled", flush=True)
+    rows = launch_all(width, work, spans, None, 20)
+    for name in dict.fromkeys(x[0] for x in rows):
+        best = sorted((x for x in rows if x[0] == name), key=lambda x: x[3])[:8]
+        print(name, flush=True)
+        for _, span, config, ms in best:
+            print(f"    {ms:.4f} ms  span {span} {config}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--tune", type=int, choices=(64, 128, 256))
+    parser.add_argument("--spans", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--small", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--bench", metavar="JSON")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--peer", nargs="*", default=[], help="names of works to run through flash-linear-attention too")
+    given = parser.parse_args()
+    if given.share and given.tune:
+        launch_all(given.tune, given.small, given.spans, given.share, None)
+        return
+    result = {}
+    if given.check:
+        result["check"] = check(given.share or (0, 1))
+    if given.long:
+        result["long"] = long_check()
+    if given.tune:
+        H = 1024 // given.tune
+        tune(given.tune, given.spans, dict(B=1, n=65536, H=H, d=given.tune, feature="elu1"))
+    if given.bench:
+        bench(given.bench, given.peer, given.only)
+        if result:
+            path = Path(given.bench)
+            path.write_text(json.dumps({**json.loads(path.read_text()), **result}, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

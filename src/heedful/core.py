@@ -1,0 +1,313 @@
+"""The contract: what every attention mechanism is.
+
+Tensors are (*batch, n, d), heads are the last batch axis: q (*b, n, d), k (*b, m, d), v (*b, m, e). Batch axes
+broadcast, which is how grouped queries share keys: q (B, groups, per group, n, d), k (B, groups, 1, m, d).
+
+Every mechanism is linear in the values, O = A(q, k) V. So `forward` with any matrix in place of V is the product
+A @ X, its gradient in V is the product A.mT @ Y, and `operator` gives both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from heedful.operator import AttentionOperator
+from heedful.patterns import Full, Pattern
+from heedful.segments import Segments
+from heedful.shapes import Float, Tensor
+
+State = Any
+"""What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes of one call: n queries, m keys, key width d, value width e; `batch` counts heads too."""
+
+    n: int
+    m: int
+    d: int
+    e: int
+    batch: int = 1
+    itemsize: int = 4
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Dims:
+        batch = prod(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+        return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size())
+
+    @property
+    def io_bytes(self) -> int:
+        """Each input read once, the output written once: no implementation moves less."""
+        return self.batch * self.itemsize * (self.n * (self.d + self.e) + self.m * (self.d + self.e))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call takes.
+
+    flops   of matrix products and prefix sums, a multiply-add being two
+    bytes   that must move at least
+    state   numbers kept for decoding after m tokens, or None where there is no recurrence
+    """
+
+    flops: int
+    bytes: int
+    state: int | None = None
+
+
+class Mechanism(nn.Module, ABC):
+    """One way to attend. Subclasses give `forward`, `matrix` and `cost`; see `heedful.testing.check_mechanism`.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
+    >>> attend = h.Softmax(h.Causal())
+    >>> torch.allclose(attend(q, k, v), attend.matrix(q, k) @ v, atol=1e-5)
+    True
+    """
+
+    def __init__(self, pattern: Pattern | None = None):
+        super().__init__()
+        self.pattern = Full() if pattern is None else pattern
+        if not isinstance(self.pattern, Pattern):
+            raise TypeError(
+                f"pattern: expected a Pattern such as Causal() or Window(512), got {type(pattern).__name__}. "
+                "A boolean mask is not a pattern: use `segments` for padding, or `bias` for arbitrary scores."
+            )
+
+    @abstractmethod
+    def forward(
+        self,
+        q: Float[Tensor, "*#b n d"],
+        k: Float[Tensor, "*#b m d"],
+        v: Float[Tensor, "*#b m e"],
+        *,
+        segments: Segments | None = None,
+    ) -> Float[Tensor, "*b n e"]:
+        """A(q, k) v by the fast path."""
+
+    @abstractmethod
+    def matrix(
+        self, q: Float[Tensor, "*#b n d"], k: Float[Tensor, "*#b m d"], *, segments: Segments | None = None
+    ) -> Float[Tensor, "*b n m"]:
+        """A(q, k) as the paper writes it, derived independently of `forward`: it is the oracle."""
+
+    @abstractmethod
+    def cost(self, dims: Dims) -> Cost:
+        """What `forward` takes at these sizes."""
+
+    def products(
+        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """x ↦ A x and y ↦ Aᵀ y. Override where the adjoint has a cheaper form than a gradient in v."""
+
+        def adjoint(y: Tensor) -> Tensor:
+            batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
+            with torch.enable_grad():
+                v = y.new_zeros(*batch, k.shape[-2], y.shape[-1], requires_grad=True)
+                out = self(q.detach(), k.detach(), v, segments=segments)
+            return torch.autograd.grad(out, v, y.expand_as(out))[0]
+
+        return lambda x: self(q, k, x, segments=segments), adjoint
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
+        """Which backend a call would run on, and why not the others."""
+        return f"{type(self).__name__}: plain torch, no kernel to choose"
+
+    @final
+    def operator(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> AttentionOperator:
+        """A(q, k) as a linear operator that is never formed."""
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        apply, adjoint = self.products(q, k, segments=segments)
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        return AttentionOperator(
+            (*batch, q.shape[-2], k.shape[-2]),
+            q.dtype,
+            q.device,
+            apply,
+            adjoint,
+            lambda: self.matrix(q, k, segments=segments),
+        )
+
+    def extra_repr(self) -> str:
+        return repr(self.pattern)
+
+
+class RecurrentMechanism(Mechanism):
+    """A mechanism that can also go token by token."""
+
+    @abstractmethod
+    def init_state(self, q: Tensor, k: Tensor, v: Tensor) -> State:
+        """The state before the first token; the tensors tell batch, widths, dtype and device, not values."""
+
+    @abstractmethod
+    def step(
+        self,
+        state: State,
+        q: Float[Tensor, "*#b 1 d"],
+        k: Float[Tensor, "*#b 1 d"],
+        v: Float[Tensor, "*#b 1 e"],
+    ) -> tuple[Float[Tensor, "*b 1 e"], State]:
+        """One token more: its output, equal to the last row of `forward` on all tokens so far, and the new state."""
+
+    @abstractmethod
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> tuple[Tensor, State]:
+        """`forward`, and the state after it. Under `segments`, steps go on with the last segment of each row."""
+
+
+_finite_required: ContextVar[bool] = ContextVar("heedful_check_finite", default=False)
+
+
+@contextmanager
+def check_finite(enabled: bool = True) -> Iterator[None]:
+    """Inside this block, NaN or infinity in q, k or v is an error instead of a silent flood.
+
+    >>> with heedful.check_finite():
+    ...     heedful.Softmax()(q, k, v)
+    """
+    token = _finite_required.set(enabled)
+    try:
+        yield
+    finally:
+        _finite_required.reset(token)
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    segments: Segments | None = None,
+    pattern: Pattern | None = None,
+) -> None:
+    """Raise an error that names the argument, what was given, what was expected, and the likely cause."""
+    named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    for name, x in named.items():
+        _check_tensor(name, x, q)
+    n, m = q.shape[-2], k.shape[-2]
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"k: width {k.shape[-1]}, expected {q.shape[-1]} to match q {_shape(q)}; got k {_shape(k)}. Likely cause: "
+            "heads were not split, or the last two axes are swapped."
+        )
+    if v is not None and v.shape[-2] != m:
+        raise ValueError(
+            f"v: {v.shape[-2]} tokens, expected {m} to match k {_shape(k)}; got v {_shape(v)}. Likely cause: k and v "
+            "come from different sequences, or one was cached and the other not."
+        )
+    _check_batch(named)
+    if pattern is not None and not isinstance(pattern, Full) and n > m and not isinstance(segments, tuple):
+        raise ValueError(
+            f"q: {n} queries for {m} keys under {pattern!r}, expected n ≤ m: the queries are the last n positions. "
+            "Likely cause: cross-attention with a causal mechanism (use Full()), or a cache that was not passed on."
+        )
+    if segments is not None:
+        _check_segments(segments, q, k)
+    if _finite_required.get():
+        _check_finite(named)
+
+
+def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor (*batch, tokens, width), got {type(x).__name__}.")
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: {x.ndim} axes {_shape(x)}, expected (*batch, tokens, width). Likely cause: a missing token axis; "
+            "one token is x[..., None, :]."
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: dtype {x.dtype}, expected a floating-point type. Likely cause: token ids.")
+    if x.dtype != q.dtype:
+        raise TypeError(
+            f"{name}: dtype {x.dtype}, expected {q.dtype} like q. Likely cause: mixed precision reached one input only."
+        )
+    if x.device != q.device:
+        raise ValueError(f"{name}: on {x.device}, expected {q.device} like q.")
+
+
+def _check_batch(named: dict[str, Tensor]) -> None:
+    try:
+        torch.broadcast_shapes(*(x.shape[:-2] for x in named.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {_shape(x)}" for name, x in named.items())
+        raise ValueError(
+            f"batch axes do not fit together: {shapes}; expected the same axes before the last two, or 1. Likely "
+            "cause: grouped-query heads. Give q as (B, groups, per group, n, d) and k, v as (B, groups, 1, m, d): "
+            "heedful.group_heads(q, k, v) does that."
+        ) from None
+
+
+def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
+    n, m = q.shape[-2], k.shape[-2]
+    if isinstance(segments, tuple):
+        wanted = [("segments[0] (queries)", segments[0], n), ("segments[1] (keys)", segments[1], m)]
+    else:
+        if n > m:
+            raise ValueError(
+                f"segments: one tensor for {n} queries and {m} keys; expected a pair (ids of the queries, ids of the "
+                "keys) where the queries are not the last of the keys."
+            )
+        wanted = [("segments", segments, m)]
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    for name, ids, length in wanted:
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(
+                f"{name}: expected an integer tensor of segment ids (negative: padding), got {given}. A boolean mask "
+                "becomes one with heedful.segments.from_mask(mask)."
+            )
+        if ids.ndim < 1 or ids.shape[-1] != length:
+            raise ValueError(
+                f"{name}: shape {_shape(ids)}, expected (*batch, {length}), one id for each token. Likely cause: with a "
+                "cache, segments must cover the cached keys too."
+            )
+        try:
+            fits = torch.broadcast_shapes(ids.shape[:-1], batch) == batch
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{name}: batch axes {_shape(ids)[:-1] or '()'} do not broadcast to {tuple(batch)}. Likely cause: a "
+                "(B, n) tensor for (B, H, n, d) inputs needs a head axis: segments[:, None]."
+            )
+
+
+def _check_finite(named: dict[str, Tensor]) -> None:
+    for name, x in named.items():
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            first = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"{name}: {int(bad.sum())} of {x.numel()} entries are NaN or infinite, the first at {first} "
+                f"({x[first].item()}). Expected finite input under heedful.check_finite(). Likely cause: overflow in an "
+                "earlier layer (float16 ends at 65504), or uninitialised memory in padding."
+            )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def group_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views for grouped-query attention: q (B, H, n, d) and k, v (B, groups, m, ·) with the groups apart.
+
+    Query head h belongs to group h // (H / groups). The result has one more batch axis; `out.flatten(-4, -3)`
+    joins the heads again.
+
+    >>> q, kv = torch.randn(2, 8, 10, 4), torch.randn(2, 2, 10, 4)
+    >>> [tuple(x.shape) for x in group_heads(q, kv, kv)]
+    [(2, 2, 4, 10, 4), (2, 2, 1, 10, 4), (2, 2, 1, 10, 4)]
+    """
+    heads, groups = q.shape[-3], k.shape[-3]
+    if heads % groups:
+        raise ValueError(f"q: {heads} heads, expected a multiple of the {groups} heads of k.")
+    return q.unflatten(-3, (groups, heads // groups)), k.unsqueeze(-3), v.unsqueeze(-3)

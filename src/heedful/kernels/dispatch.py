@@ -1,0 +1,83 @@
+"""Which backend runs a kernel, and why.
+
+A backend is a function and its objections: a list of sentences saying why it can't take these inputs. The
+first backend without objections runs. Nothing else decides, so `explain` can always tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+_forced: ContextVar[str | None] = ContextVar("heedful_backend", default=None)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of a kernel; both functions take the kernel's arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    objections: Callable[..., list[str]]
+
+
+class Kernel:
+    """Implementations of one signature, in order of preference."""
+
+    def __init__(self, name: str, *backends: Backend):
+        self.name = name
+        self.backends = {backend.name: backend for backend in backends}
+
+    def __call__(self, *args, **kwargs):
+        return self.choose(*args, **kwargs).run(*args, **kwargs)
+
+    def choose(self, *args, **kwargs) -> Backend:
+        """The backend that would run; an error with every objection where none can."""
+        forced = _forced.get()
+        wanted = [self.backends[forced]] if forced in self.backends else self.backends.values()
+        refusals = {}
+        for backend in wanted:
+            refusals[backend.name] = backend.objections(*args, **kwargs)
+            if not refusals[backend.name]:
+                return backend
+        reasons = "\n".join(f"  {name}: {reason}" for name, why in refusals.items() for reason in why)
+        hint = f' (asked for by heedful.backend("{forced}"))' if forced in self.backends else ""
+        raise RuntimeError(f"{self.name}: no backend can take these inputs{hint}:\n{reasons}")
+
+    def explain(self, *args, **kwargs) -> str:
+        """One line a backend: whether it would take these inputs and, if not, why not."""
+        lines = []
+        for backend in self.backends.values():
+            why = backend.objections(*args, **kwargs)
+            lines.append(f"{self.name}/{backend.name}: {'; '.join(why) if why else 'can run'}")
+        return "\n".join([*lines, f"→ {self.choose(*args, **kwargs).name}"])
+
+
+@contextmanager
+def _force(name: str | None) -> Iterator[None]:
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+class _Chooser:
+    """`with heedful.backend("torch"): …` runs every kernel that has that backend on it."""
+
+    known = ("torch", "sdpa", "triton")
+
+    def __call__(self, name: str | None):
+        if name is not None and name not in self.known:
+            raise ValueError(f"backend: expected one of {', '.join(self.known)} or None, got {name!r}.")
+        return _force(name)
+
+    def explain(self, mechanism, q, k, v, *, segments=None) -> str:
+        """Which backend `mechanism(q, k, v)` would run on, and what the others object to."""
+        return mechanism.explain(q, k, v, segments=segments)
+
+
+backend = _Chooser()

@@ -1,0 +1,87 @@
+"""Softmax as a row function.
+
+    weights     p = exp(s − lse),  s = cap · tanh(x / cap) + bias,  lse = log(Σ_visible exp(s) + exp(sink))
+    pull back   ds = p ∘ (dp − Σ p ∘ dp)      (the sink takes part of the mass but has no value)
+
+A temperature needs no code: it divides scale, cap, bias and sink alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import nn
+
+from heedful.kernels.blocked.tiles import Tile, pick, with_axes
+from heedful.shapes import Tensor
+
+
+@dataclass(frozen=True)
+class SoftmaxRows:
+    """Weights that are positive and sum to one over the visible keys (and the sink, where there is one)."""
+
+    bias: Tensor | None = None
+    bias_function: Callable[[Tensor, Tensor], Tensor] | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    temperature: float = 1.0
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        module = self.bias_function
+        learned = tuple(module.parameters()) if isinstance(module, nn.Module) else ()
+        return (*([] if self.sink is None else [self.sink]), *learned)
+
+    def weights(self, scores, tile: Tile, bias, parameters):
+        axes = scores.ndim - 2 + len(tile.batch)
+        sink, learned = (parameters[0], parameters[1:]) if self.sink is not None else (None, parameters)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        if self.bias_function is not None:
+            extra = with_axes(self._bias_at(tile.i, tile.j, learned), axes, 2)
+            scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
+        if tile.mask is not None:
+            hide = scores.masked_fill if scores.requires_grad else scores.masked_fill_
+            scores = hide(~tile.mask, -inf)
+        if sink is not None:
+            sink = pick(with_axes(sink, axes, 0), tile.batch)[..., None, None].to(scores.dtype) / self.temperature
+            scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+            return scores.softmax(-1)[..., :-1]
+        dead = self._dead_rows(scores, tile, bias)
+        if dead is None:
+            return scores.softmax(-1)
+        return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+
+    def _dead_rows(self, scores, tile: Tile, bias):
+        """Queries with nothing to attend to, which get zeros (softmax of -inf alone is NaN); None where none is."""
+        if bias is not None or self.bias_function is not None:
+            dead = scores.detach().amax(-1, keepdim=True) == -inf
+        elif tile.mask is not None:
+            dead = ~tile.mask.any(-1, keepdim=True)
+        else:
+            return None
+        return dead if dead.any() else None
+
+    def _bias_at(self, i, j, learned):
+        function = self.bias_function
+        if isinstance(function, nn.Module):
+            names = [name for name, _ in function.named_parameters()]
+            return torch.func.functional_call(function, dict(zip(names, learned, strict=True)), (i, j))
+        with torch.enable_grad():
+            extra = function(i, j)
+        if extra.requires_grad:
+            raise TypeError(
+                "bias: a plain function returned a tensor that requires grad, and its gradient would be lost between "
+                "tiles. Make the function an nn.Module that owns its parameters."
+            )
+        return extra
+
+    def pull_back(self, weights, grad):
+        if self.softcap is not None:
+            return None
+        return grad.sub_((grad * weights).sum(-1, keepdim=True)).mul_(weights)

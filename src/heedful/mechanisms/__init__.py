@@ -1,0 +1,133 @@
+"""Every mechanism, one file each, and the table of them.
+
+`CATALOG` drives the README's table, the command line, the conformance tests and the benchmarks. A new mechanism is
+one file and one line here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from heedful.core import Mechanism, RecurrentMechanism
+from heedful.mechanisms.quadratic import Quadratic, identity, relu2
+from heedful.mechanisms.softmax import Softmax
+from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
+
+__all__ = ["CATALOG", "Entry", "Quadratic", "Softmax", "build", "identity", "relu2"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the catalogue.
+
+    complexity is that of `forward` in the length N; `small` are options for a drawing or a test of a few dozen tokens.
+    """
+
+    name: str
+    build: Callable[..., Mechanism]
+    family: str
+    summary: str
+    paper: str
+    year: int
+    complexity: str
+    small: Mapping[str, Any] = field(default_factory=dict)
+
+    def sample(self, **facts: Any) -> Mechanism:
+        """A small instance. Facts of the inputs (d, heads, length) reach the builders that ask for them."""
+        asked = inspect.signature(self.build).parameters
+        return self.build(**{name: value for name, value in facts.items() if name in asked} | dict(self.small))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The builder's options with their defaults."""
+        return {name: parameter.default for name, parameter in inspect.signature(self.build).parameters.items()}
+
+    @property
+    def streams(self) -> bool:
+        """It can go token by token."""
+        return isinstance(self.sample(), RecurrentMechanism)
+
+
+def _window(before: int = 512, after: int = 0, sinks: int = 0, temperature: float = 1.0) -> Softmax:
+    return Softmax(Window(before, after, sinks), temperature=temperature)
+
+
+def _window_sinks(before: int = 512, sinks: int = 4, temperature: float = 1.0) -> Softmax:
+    return Softmax(Window(before, sinks=sinks), temperature=temperature)
+
+
+def _blocks(size: int = 256, causal: bool = True, temperature: float = 1.0) -> Softmax:
+    return Softmax(_if_causal(Blocks(size), causal), temperature=temperature)
+
+
+def _sparse_fixed(stride: int = 128, summary: int = 8, causal: bool = True, temperature: float = 1.0) -> Softmax:
+    return Softmax(_if_causal(SparseFixed(stride, summary), causal), temperature=temperature)
+
+
+def _longformer(window: int = 512, tokens: tuple[int, ...] = (0,), temperature: float = 1.0) -> Softmax:
+    return Softmax(Window(window // 2, window // 2) | Global(tokens), temperature=temperature)
+
+
+def _bigbird(
+    size: int = 64, random: int = 3, tokens: tuple[int, ...] = (0,), seed: int = 0, temperature: float = 1.0
+) -> Softmax:
+    near = Window(size * 3 // 2, size * 3 // 2)
+    return Softmax(near | Global(tokens) | RandomBlocks(size, random, seed), temperature=temperature)
+
+
+def _relu2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
+    return Quadratic(relu2, pattern, scale, normalise="length")
+
+
+def _identity(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
+    return Quadratic(identity, pattern, scale, normalise="length")
+
+
+def _l2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
+    return Quadratic(torch.exp, pattern, scale, normalise="l2")
+
+
+def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
+    return pattern & Causal() if causal else pattern
+
+
+_VASWANI = ("Vaswani et al., arXiv:1706.03762", 2017)
+_CHILD = ("Child et al., arXiv:1904.10509", 2019)
+
+CATALOG: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("softmax", Softmax, "exact", "softmax attention over any pattern", *_VASWANI, "N²"),
+        Entry("relu2", _relu2, "exact", "squared ReLU over the visible length (GAU)", "Hua et al., arXiv:2202.10447", 2022, "N²"),
+        Entry("identity", _identity, "exact", "no activation at all", "Su, kexue.fm/archives/9889", 2023, "N²"),
+        Entry("l2", _l2, "exact", "exponential, rows of unit length", "Su, kexue.fm/archives/9105", 2022, "N²"),
+        Entry("window", _window, "sparse", "the last w keys", "Beltagy et al., arXiv:2004.05150", 2020, "N·w", {"before": 5}),
+        Entry("window-sinks", _window_sinks, "sparse", "the last w keys and the first s", "Xiao et al., arXiv:2309.17453", 2023, "N·(w + s)", {"before": 5, "sinks": 2}),
+        Entry("blocks", _blocks, "sparse", "the keys of one's own block", "Qiu et al., arXiv:1911.02972", 2019, "N·b", {"size": 8}),
+        Entry("sparse-fixed", _sparse_fixed, "sparse", "one's own block and every block's summary", *_CHILD, "N·(l + cN/l)", {"stride": 8, "summary": 2}),
+        Entry("longformer", _longformer, "sparse", "a window and global tokens", "Beltagy et al., arXiv:2004.05150", 2020, "N·(w + g)", {"window": 6}),
+        Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", "Zaheer et al., arXiv:2007.14062", 2020, "N·(w + g + rb)", {"size": 4, "random": 1}),
+    )
+}
+
+
+def build(name: str, **options: Any) -> Mechanism:
+    """A mechanism by its name in the catalogue.
+
+    >>> build("window", before=64)
+    Softmax(Window(before=64, after=0, sinks=0))
+    """
+    if name not in CATALOG:
+        near = get_close_matches(name, CATALOG, n=3) or sorted(CATALOG)
+        raise ValueError(f"no mechanism is called {name!r}; did you mean {', '.join(near)}? `heedful list` shows all.")
+    known = CATALOG[name].options
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{name} has no option {option!r}; it takes {', '.join(known)}.")
+    return CATALOG[name].build(**options)

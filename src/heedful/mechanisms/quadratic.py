@@ -1,0 +1,146 @@
+"""Attention without softmax: weights are any function of q·k, normalised or not.
+
+    matrix      A_ij = f(scale · q_i·k_j) / z_i over visible j
+                z_i = Σ_j |f|  (l1) · √Σ_j f²  (l2) · number of visible keys  (length) · 1  (None)
+    fast        the same by tiles that the pattern allows
+    recurrence  a cache of the keys and values that later queries may see
+    cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
+
+The exponential under l1 or l2 is computed from scores less their row's largest, so that it can't overflow.
+relu² with "length" is the attention of the gated attention unit (Hua et al. 2022, arXiv:2202.10447).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from heedful.core import check_inputs
+from heedful.kernels.blocked import reference
+from heedful.kernels.blocked.tiles import Tile
+from heedful.kernels.dispatch import Backend, Kernel
+from heedful.mechanisms.scored import Scored
+from heedful.patterns import Causal, Pattern
+from heedful.segments import visible
+from heedful.shapes import Tensor
+
+Normaliser = Literal["l1", "l2", "length"]
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)²."""
+    return x.relu().square()
+
+
+def identity(x: Tensor) -> Tensor:
+    """x."""
+    return x
+
+
+@dataclass(frozen=True)
+class QuadraticRows:
+    """f of the scores, divided by the chosen norm of the row; a row of zeros stays zero."""
+
+    activation: Callable[[Tensor], Tensor]
+    normalise: Normaliser | None
+    bias: None = None
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
+
+    def weights(self, scores, tile: Tile, bias, parameters):
+        if self.activation is torch.exp and self.normalise in ("l1", "l2"):
+            scores = _lowered(scores, tile.mask)
+        weights = self._activate(scores, parameters)
+        if tile.mask is not None:
+            weights = weights.masked_fill(~tile.mask, 0)
+        match self.normalise:
+            case "l1":
+                return weights / _or_one(weights.abs().sum(-1, keepdim=True))
+            case "l2":
+                return weights / _or_one(weights.square().sum(-1, keepdim=True)).sqrt()
+            case "length":
+                seen = scores.shape[-1] if tile.mask is None else tile.mask.sum(-1, keepdim=True).clamp(min=1)
+                return weights / seen
+            case _:
+                return weights
+
+    def _activate(self, scores, parameters):
+        if not parameters:
+            return self.activation(scores)
+        names = [name for name, _ in self.activation.named_parameters()]
+        return torch.func.functional_call(self.activation, dict(zip(names, parameters, strict=True)), (scores,))
+
+    def pull_back(self, weights, grad):
+        return None
+
+
+def _lowered(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores less the largest visible one of their row: the same weights once normalised, and no overflow."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    return scores - top.masked_fill(top == -torch.inf, 0)
+
+
+def _or_one(total: Tensor) -> Tensor:
+    return total.masked_fill(total == 0, 1)
+
+
+class Quadratic(Scored):
+    """Weights f(scale · q·k), by default relu² over the number of visible keys.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 16).unbind()
+    >>> h.Quadratic(torch.sigmoid, h.Causal(), normalise="l1")(q, k, v).shape
+    torch.Size([2, 4, 100, 16])
+    """
+
+    kernel = Kernel("quadratic", Backend("torch", reference.blocked, reference.objections))
+
+    def __init__(
+        self,
+        activation: Callable[[Tensor], Tensor] = relu2,
+        pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+        scale: float | None = None,
+        *,
+        normalise: Normaliser | None = "length",
+    ):
+        super().__init__(pattern, scale)
+        if not callable(activation):
+            raise TypeError(f"activation: expected a function of a tensor, got {type(activation).__name__}.")
+        if normalise is not None and normalise not in get_args(Normaliser):
+            raise ValueError(f"normalise: expected one of {get_args(Normaliser)} or None, got {normalise!r}.")
+        self.activation = activation
+        self.normalise = normalise
+
+    def rows(self) -> QuadraticRows:
+        return QuadraticRows(self.activation, self.normalise)
+
+    def matrix(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        sees = visible(self.pattern, q.shape[-2], k.shape[-2], segments, q.device)
+        scores = q @ k.mT * self.score_scale(q.shape[-1])
+        if self.activation is torch.exp and self.normalise in ("l1", "l2"):
+            p = {"l1": 1, "l2": 2}[self.normalise]
+            scores = scores.masked_fill(~sees, -torch.inf)
+            norm = (p * scores).logsumexp(-1, keepdim=True) / p
+            return (scores - norm.masked_fill(norm == -torch.inf, 0)).exp()
+        raw = torch.where(sees, self.activation(scores), 0)
+        if self.normalise is None:
+            return raw
+        norm = {
+            "l1": lambda: torch.linalg.vector_norm(raw, 1, -1, keepdim=True),
+            "l2": lambda: torch.linalg.vector_norm(raw, 2, -1, keepdim=True),
+            "length": lambda: sees.sum(-1, keepdim=True).to(raw.dtype),
+        }[self.normalise]()
+        return torch.where(norm == 0, 0, raw / norm)
+
+    def extra_repr(self) -> str:
+        name = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return f"{name}, {self.pattern!r}, normalise={self.normalise!r}"

@@ -1,0 +1,145 @@
+"""What exact mechanisms share: weights that are a row function of the scores, and a cache of keys and values.
+
+    forward     A V,  A = W(scale · Q Kᵀ)           tiles that the pattern allows, or torch's fused kernel
+    recurrence  append k_t, v_t; forget what no later query may see; o_t = W(scale · q_t Kᵀ) V
+    cost        2 · pairs · (d + e) flops; state (d + e) numbers for each key that the pattern remembers
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs
+from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
+from heedful.kernels.blocked.tiles import Tile
+from heedful.kernels.dispatch import Kernel
+from heedful.patterns import Pattern
+from heedful.segments import Segments, resolve
+from heedful.shapes import Float, Int, Tensor
+
+
+class Cache(NamedTuple):
+    """Keys and values that later queries may see, with the positions they had (-1: an empty place)."""
+
+    k: Float[Tensor, "*b l d"]
+    v: Float[Tensor, "*b l e"]
+    positions: Int[Tensor, "*s l"]
+    length: Int[Tensor, "*s"]
+
+
+class Scored(RecurrentMechanism):
+    """Base of `Softmax` and `Quadratic`: subclasses give `rows` and `matrix`."""
+
+    kernel: Kernel
+
+    def __init__(self, pattern: Pattern, scale: float | None):
+        super().__init__(pattern)
+        self.scale = scale
+
+    @abstractmethod
+    def rows(self) -> RowFunction:
+        """The row function."""
+
+    def score_scale(self, d: int) -> float:
+        """The factor of q·k."""
+        return d**-0.5 if self.scale is None else self.scale
+
+    def forward(self, q, k, v, *, segments=None):
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        return self.kernel(*self._kernel_inputs(q, k, v, segments))
+
+    def explain(self, q, k, v, *, segments=None):
+        return self.kernel.explain(*self._kernel_inputs(q, k, v, segments))
+
+    def products(self, q, k, *, segments=None):
+        def adjoint(y):
+            check_inputs(q, k, segments=segments, pattern=self.pattern)
+            return blocked_adjoint(*self._kernel_inputs(q, k, y, segments))
+
+        return lambda x: self(q, k, x, segments=segments), adjoint
+
+    def _kernel_inputs(self, q, k, v, segments):
+        return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])
+
+    def cost(self, dims: Dims) -> Cost:
+        pairs = self.pattern.pairs(dims.n, dims.m)
+        kept = self.pattern.remembers(torch.arange(dims.m), torch.tensor(dims.m)).sum()
+        return Cost(
+            flops=2 * dims.batch * pairs * (dims.d + dims.e),
+            bytes=dims.io_bytes,
+            state=dims.batch * int(kept) * (dims.d + dims.e),
+        )
+
+    def init_state(self, q, k, v) -> Cache:
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        none = torch.zeros(0, dtype=torch.long, device=q.device)
+        return Cache(
+            k.new_zeros(*batch, 0, k.shape[-1]),
+            v.new_zeros(*batch, 0, v.shape[-1]),
+            none,
+            torch.zeros((), dtype=torch.long, device=q.device),
+        )
+
+    def step(self, state: Cache, q, k, v):
+        check_inputs(q, k, v)
+        batch = state.k.shape[:-2]
+        k = torch.cat([state.k, k.expand(*batch, *k.shape[-2:])], -2)
+        v = torch.cat([state.v, v.expand(*batch, *v.shape[-2:])], -2)
+        now = state.length[..., None]
+        positions = torch.cat([state.positions, now], -1)
+        out = self._attend_one(q, k, v, now, positions)
+        return out, self._forget(Cache(k, v, positions, state.length + 1))
+
+    def _attend_one(self, q, k, v, now, positions):
+        """One row of attention over the cache, in the row function's own words."""
+        rows, scale = self.rows(), self.score_scale(q.shape[-1])
+        if rows.bias is not None:
+            raise ValueError(
+                "bias: a tensor belongs to one length and can't be used token by token; expected a function of "
+                "(query position, key position)."
+            )
+        i, j = now[..., None], positions[..., None, :]
+        mask = self.pattern.allows(i, j) & (j >= 0)
+        tile = Tile((), slice(0, 1), slice(None), i, j, mask)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = (q.to(dtype) * scale) @ k.to(dtype).mT
+        weights = rows.weights(scores, tile, None, rows.parameters)
+        return (weights @ v.to(dtype)).to(q.dtype)
+
+    def prefill(self, q, k, v, *, segments=None):
+        out = self(q, k, v, segments=segments)
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
+        ids, positions = layout.key_ids, layout.key_positions
+        last = ids.gather(-1, _last_real(ids)) if ids.shape[-1] else ids
+        live = (ids == last) & (ids >= 0)
+        state = Cache(
+            k.expand(*batch, *k.shape[-2:]),
+            v.expand(*batch, *v.shape[-2:]),
+            torch.where(live, positions, -1),
+            live.sum(-1),
+        )
+        return out, self._forget(state)
+
+    def _forget(self, state: Cache) -> Cache:
+        """Drop what no later query may see, row by row; rows that keep fewer keys get empty places."""
+        keep = self.pattern.remembers(state.positions, state.length[..., None]) & (state.positions >= 0)
+        if keep.all():
+            return state
+        if keep.ndim == 1:
+            index = keep.nonzero().flatten()
+            return Cache(state.k[..., index, :], state.v[..., index, :], state.positions[index], state.length)
+        width = int(keep.sum(-1).max())
+        order = keep.int().argsort(dim=-1, stable=True)[..., keep.shape[-1] - width :]
+        positions = torch.where(keep, state.positions, -1).gather(-1, order)
+        k, v = (x.gather(-2, order[..., None].expand(*x.shape[:-2], width, x.shape[-1])) for x in state[:2])
+        return Cache(k, v, positions, state.length)
+
+
+def _last_real(ids: Tensor) -> Tensor:
+    """Index of the last token that is no padding (0 where all is padding)."""
+    index = torch.arange(ids.shape[-1], device=ids.device)
+    return torch.where(ids >= 0, index, 0).amax(-1, keepdim=True)

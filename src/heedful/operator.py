@@ -1,0 +1,79 @@
+"""Attention as a matrix that is never formed: the narrow waist between mechanisms and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from heedful.shapes import Float, Int, Tensor
+
+
+@final
+class AttentionOperator:
+    """The linear map x ↦ A x of a mechanism on given q and k, with its adjoint. Built by `Mechanism.operator`.
+
+    >>> import torch, heedful as h
+    >>> q, k = torch.randn(2, 4, 1000, 16).unbind()
+    >>> A = h.Softmax(h.Causal()).operator(q, k)
+    >>> A.shape
+    (4, 1000, 1000)
+    >>> x = torch.randn(1000, 3)
+    >>> (A @ x).shape, (A.mT @ x).shape
+    (torch.Size([4, 1000, 3]), torch.Size([4, 1000, 3]))
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        apply: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+        dense: Callable[[], Tensor],
+    ):
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.device = device
+        self._apply = apply
+        self._adjoint = adjoint
+        self._dense = dense
+
+    def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, "m"]) -> Tensor:
+        """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}.")
+        if x.ndim == 1:
+            return (self @ x[:, None])[..., 0]
+        if x.shape[-2] != self.shape[-1]:
+            raise ValueError(
+                f"x: {x.shape[-2]} rows {tuple(x.shape)}, expected {self.shape[-1]}: A is {self.shape}. Likely cause: "
+                "the adjoint A.mT was meant."
+            )
+        if x.dtype != self.dtype:
+            raise TypeError(f"x: dtype {x.dtype}, expected {self.dtype} like q and k.")
+        batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+        return self._apply(x.expand(*batch, *x.shape[-2:]))
+
+    @property
+    def mT(self) -> AttentionOperator:
+        """The adjoint."""
+        *batch, n, m = self.shape
+        return AttentionOperator(
+            (*batch, m, n), self.dtype, self.device, self._adjoint, self._apply, lambda: self._dense().mT
+        )
+
+    def rows(self, index: Int[Tensor, "r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
+        """The chosen rows of A, by the adjoint on unit vectors."""
+        index = torch.arange(self.shape[-2], device=self.device)[index]
+        unit = torch.zeros(self.shape[-2], len(index), dtype=self.dtype, device=self.device)
+        unit[index, torch.arange(len(index), device=self.device)] = 1
+        return (self.mT @ unit).mT
+
+    def to_dense(self) -> Float[Tensor, "*b n m"]:
+        """The matrix itself, by the mechanism's definition: n × m numbers for each head."""
+        return self._dense()
+
+    def __repr__(self) -> str:
+        return f"AttentionOperator{self.shape}, {self.dtype}, {self.device}"

@@ -1,0 +1,159 @@
+"""Padding and packing in one integer tensor.
+
+`segments` has shape (*batch, n), broadcast against the batch. A token attends only inside its own segment, a
+negative id is padding, and positions count from the segment's start, whatever lies between its tokens. So a
+padded or packed batch gives, row for row, what the separate sequences give.
+
+With fewer queries than keys the ids are those of the keys, and the queries are the last of them. Where
+queries and keys are different sequences (cross-attention) `segments` is a pair: ids of the queries, ids of
+the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from heedful.patterns import Pattern
+from heedful.shapes import Bool, Float, Int, Tensor
+
+Segments = Tensor | tuple[Tensor, Tensor]
+
+
+class Layout(NamedTuple):
+    """Ids and positions of the queries and of the keys; leading axes broadcast against the batch."""
+
+    query_ids: Int[Tensor, "*b n"]
+    key_ids: Int[Tensor, "*b m"]
+    query_positions: Int[Tensor, "*b n"]
+    key_positions: Int[Tensor, "*b m"]
+
+
+def from_mask(mask: Bool[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
+    """Segments from a mask that is True on real tokens and False on padding.
+
+    >>> from_mask(torch.tensor([[True, True, False]]))
+    tensor([[ 0,  0, -1]])
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask: expected bool (True on real tokens), got {mask.dtype}. An attention mask of 0 and 1 needs "
+            "`.bool()`; an additive mask (0 and -inf) needs `mask == 0`."
+        )
+    return mask.long() - 1
+
+
+def from_lengths(lengths: Int[Tensor, "*b"], n: int, *, padding: str = "right") -> Int[Tensor, "*b n"]:
+    """Segments of sequences of the given lengths, padded to n on the "right" or on the "left".
+
+    >>> from_lengths(torch.tensor([2, 3]), 3)
+    tensor([[ 0,  0, -1],
+            [ 0,  0,  0]])
+    """
+    if padding not in ("right", "left"):
+        raise ValueError(f'padding: expected "right" or "left", got {padding!r}.')
+    if lengths.numel() and (int(lengths.max()) > n or int(lengths.min()) < 0):
+        raise ValueError(f"lengths: expected values in 0…{n} (n), got {int(lengths.min())}…{int(lengths.max())}.")
+    index = torch.arange(n, device=lengths.device)
+    if padding == "left":
+        index = index.flip(0)
+    return from_mask(index < lengths[..., None])
+
+
+def from_cu_seqlens(cu_seqlens: Int[Tensor, "sequences_plus_one"], n: int | None = None) -> Int[Tensor, "n"]:
+    """Segments of sequences packed end to end, from their cumulative lengths (0, l₁, l₁+l₂, …).
+
+    Tokens beyond the last boundary, up to n, are padding.
+
+    >>> from_cu_seqlens(torch.tensor([0, 2, 5]), n=6)
+    tensor([ 0,  0,  1,  1,  1, -1])
+    """
+    bounds = cu_seqlens.long()
+    if bounds.ndim != 1 or len(bounds) < 1 or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens: expected a vector 0 = c₀ ≤ c₁ ≤ …, got {cu_seqlens.tolist()}.")
+    total = int(bounds[-1])
+    n = total if n is None else n
+    if n < total:
+        raise ValueError(f"n: expected at least {total}, the last of cu_seqlens, got {n}.")
+    index = torch.arange(n, device=bounds.device)
+    ids = torch.searchsorted(bounds, index, right=True) - 1
+    return torch.where(index < total, ids, -1)
+
+
+def positions(ids: Int[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
+    """The number of earlier tokens of the same segment.
+
+    >>> positions(torch.tensor([0, 0, -1, 1, 1, 0]))
+    tensor([0, 1, 0, 0, 1, 2])
+    """
+    order = ids.argsort(dim=-1, stable=True)
+    ordered = ids.gather(-1, order)
+    index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    rank = index - torch.where(starts, index, 0).cummax(-1).values if ids.shape[-1] else index
+    return torch.empty_like(order).scatter_(-1, order, rank)
+
+
+def resolve(segments: Segments | None, n: int, m: int, device: torch.device | None = None) -> Layout:
+    """Ids and positions of n queries and m keys; queries that share a segment with keys are its last tokens."""
+    if segments is None:
+        keys = torch.arange(m, device=device)
+        queries = torch.arange(m - n, m, device=device)
+        return Layout(torch.zeros_like(queries), torch.zeros_like(keys), queries, keys)
+    if isinstance(segments, Tensor):
+        ids, where = segments.long(), positions(segments.long())
+        return Layout(ids[..., m - n :], ids, where[..., m - n :], where)
+    query_ids, key_ids = (ids.long() for ids in segments)
+    missing = _count(query_ids, key_ids) - _count(query_ids, query_ids)
+    return Layout(query_ids, key_ids, positions(query_ids) + missing, positions(key_ids))
+
+
+def _count(ids: Tensor, among: Tensor) -> Tensor:
+    """How often each id occurs in `among`."""
+    shape = torch.broadcast_shapes(ids.shape[:-1], among.shape[:-1])
+    ids = ids.expand(*shape, -1).contiguous()
+    among = among.expand(*shape, -1).sort(-1).values.contiguous()
+    return torch.searchsorted(among, ids, right=True) - torch.searchsorted(among, ids)
+
+
+def visible(pattern: Pattern, n: int, m: int, segments: Segments | None, device=None) -> Bool[Tensor, "*b n m"]:
+    """The dense mask of a pattern under segments: the definition that fast paths are checked against."""
+    layout = resolve(segments, n, m, device)
+    same = layout.query_ids[..., :, None] == layout.key_ids[..., None, :]
+    real = layout.query_ids[..., :, None] >= 0
+    return same & real & pattern.allows(layout.query_positions[..., :, None], layout.key_positions[..., None, :])
+
+
+def per_segment(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Float[Tensor, "*b n d"],
+    k: Float[Tensor, "*b m d"],
+    v: Float[Tensor, "*b m e"],
+    segments: Segments,
+) -> Float[Tensor, "*b n e"]:
+    """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment."""
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+    layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
+    out = q.new_zeros(*batch, q.shape[-2], v.shape[-1])
+    for index, query_ids, key_ids in _each_row(layout, len(batch)):
+        for segment in query_ids[query_ids >= 0].unique().tolist():
+            rows, cols = (query_ids == segment).nonzero()[:, 0], (key_ids == segment).nonzero()[:, 0]
+            part = attend(q[index][..., rows, :], k[index][..., cols, :], v[index][..., cols, :])
+            out[index].index_copy_(-2, rows, part)
+    return out
+
+
+def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ...], Tensor, Tensor]]:
+    """Every distinct row of ids, with the index of the batch entries that share it."""
+    lead = torch.broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
+    query_ids = layout.query_ids.expand(*lead, -1)
+    key_ids = layout.key_ids.expand(*lead, -1)
+    whole = (slice(None),) * (axes - len(lead))
+    for at in product(*(range(size) for size in lead)):
+        index = whole + tuple(a if size > 1 else slice(None) for a, size in zip(at, lead, strict=True))
+        yield index, query_ids[at], key_ids[at]
