@@ -46,6 +46,11 @@ class Pattern(ABC):
         """No query sees a later key."""
         return False
 
+    @property
+    def repeats_from(self) -> int | None:
+        """From this query position on, blocks of queries of the same shape have the same mask; None: never."""
+        return None
+
     def spans(self, lo: int, hi: int, m: int) -> list[Span]:
         """Sorted, disjoint intervals of [0, m) holding every key that a query in [lo, hi) may see.
 
@@ -79,6 +84,8 @@ class Pattern(ABC):
 class Full(Pattern):
     """Every query sees every key."""
 
+    repeats_from = 0
+
     def allows(self, i, j):
         return torch.ones_like(i - j, dtype=torch.bool)
 
@@ -91,6 +98,7 @@ class Causal(Pattern):
     """A query sees its own position and the ones before it."""
 
     is_causal = True
+    repeats_from = 0
 
     def allows(self, i, j):
         return j <= i
@@ -117,6 +125,10 @@ class Window(Pattern):
     def is_causal(self):
         return self.after == 0
 
+    @property
+    def repeats_from(self):
+        return self.before + self.sinks if self.sinks else 0
+
     def allows(self, i, j):
         near = j >= i - self.before
         if self.sinks:
@@ -136,6 +148,8 @@ class Strided(Pattern):
     """A query sees the keys whose distance is a multiple of `stride` (Child et al. 2019, arXiv:1904.10509)."""
 
     stride: int
+
+    repeats_from = 0
 
     def __post_init__(self):
         _require_counts(self, least=1, stride=self.stride)
@@ -302,6 +316,10 @@ class _And(Pattern):
     def is_causal(self):
         return self.left.is_causal or self.right.is_causal
 
+    @property
+    def repeats_from(self):
+        return 0 if self.left.repeats_from == self.right.repeats_from == 0 else None
+
     def allows(self, i, j):
         return self.left.allows(i, j) & self.right.allows(i, j)
 
@@ -323,6 +341,10 @@ class _Or(Pattern):
     @property
     def is_causal(self):
         return self.left.is_causal and self.right.is_causal
+
+    @property
+    def repeats_from(self):
+        return 0 if self.left.repeats_from == self.right.repeats_from == 0 else None
 
     def allows(self, i, j):
         return self.left.allows(i, j) | self.right.allows(i, j)

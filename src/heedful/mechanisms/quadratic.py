@@ -21,7 +21,7 @@ from torch import nn
 
 from heedful.core import check_inputs
 from heedful.kernels.blocked import reference
-from heedful.kernels.blocked.tiles import Tile
+from heedful.kernels.blocked.tiles import Mask, Tile
 from heedful.kernels.dispatch import Backend, Kernel
 from heedful.mechanisms.scored import Scored
 from heedful.patterns import Causal, Pattern
@@ -58,15 +58,14 @@ class QuadraticRows:
             scores = _lowered(scores, tile.mask)
         weights = self._activate(scores, parameters)
         if tile.mask is not None:
-            weights = weights.masked_fill(~tile.mask, 0)
+            weights = weights.masked_fill(tile.mask.hidden, 0)
         match self.normalise:
             case "l1":
                 return weights / _or_one(weights.abs().sum(-1, keepdim=True))
             case "l2":
                 return weights / _or_one(weights.square().sum(-1, keepdim=True)).sqrt()
             case "length":
-                seen = scores.shape[-1] if tile.mask is None else tile.mask.sum(-1, keepdim=True).clamp(min=1)
-                return weights / seen
+                return weights / (scores.shape[-1] if tile.mask is None else tile.mask.count)
             case _:
                 return weights
 
@@ -76,14 +75,14 @@ class QuadraticRows:
         names = [name for name, _ in self.activation.named_parameters()]
         return torch.func.functional_call(self.activation, dict(zip(names, parameters, strict=True)), (scores,))
 
-    def pull_back(self, weights, grad):
+    def pull_back(self, weights, grad, dot):
         return None
 
 
-def _lowered(scores: Tensor, mask: Tensor | None) -> Tensor:
+def _lowered(scores: Tensor, mask: Mask | None) -> Tensor:
     """Scores less the largest visible one of their row: the same weights once normalised, and no overflow."""
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(mask.hidden, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True)
     return scores - top.masked_fill(top == -torch.inf, 0)
 

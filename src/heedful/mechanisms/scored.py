@@ -14,7 +14,7 @@ import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs
 from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
-from heedful.kernels.blocked.tiles import Tile
+from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
@@ -103,7 +103,7 @@ class Scored(RecurrentMechanism):
             )
         i, j = now[..., None], positions[..., None, :]
         mask = self.pattern.allows(i, j) & (j >= 0)
-        tile = Tile((), slice(0, 1), slice(None), i, j, mask)
+        tile = Tile((), slice(0, 1), Keys([(0, k.shape[-2])]), i, j, Mask(mask))
         dtype = torch.promote_types(q.dtype, torch.float32)
         scores = (q.to(dtype) * scale) @ k.to(dtype).mT
         weights = rows.weights(scores, tile, None, rows.parameters)

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked.tiles import Tile, pick, tiles, with_axes
+from heedful.kernels.blocked.tiles import Keys, Tile, pick, tiles, with_axes
 from heedful.patterns import Pattern
-from heedful.segments import Segments
+from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
 
 
@@ -34,8 +34,11 @@ class RowFunction(Protocol):
         """(…, r, c) from (…, r, c); may overwrite the scores when no gradient is recorded."""
         ...
 
-    def pull_back(self, weights: Tensor, grad: Tensor) -> Tensor | None:
-        """The gradient in the scores from that in the weights, or None to have autograd find it."""
+    def pull_back(self, weights: Tensor, grad: Tensor, dot: Tensor) -> Tensor | None:
+        """The gradient in the scores from that in the weights, or None to have autograd find it.
+
+        May overwrite grad. `dot` is Σ_j weights_j grad_j, which equals dO·O.
+        """
         ...
 
 
@@ -50,6 +53,9 @@ def blocked(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V for A = W(scale · Q Kᵀ), with gradients in q, k, v, the bias and the row function's parameters."""
+    if segments is not None:
+        padded = resolve(segments, q.shape[-2], k.shape[-2]).query_ids < 0
+        q = q.masked_fill(padded[..., None], 0)  # what stands in padding, NaN too, must not reach a gradient
     return _Blocked.apply(q, k, v, rows.bias, rows, pattern, segments, scale, *rows.parameters)
 
 
@@ -69,7 +75,7 @@ def blocked_adjoint(
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
         weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
-        _add_rows(pick(out, tile.batch), tile.cols, weights.mT @ work.rows_of(2, tile))
+        _add(pick(out, tile.batch), tile.cols, weights.mT @ work.rows_of(2, tile))
     return out.to(y.dtype)
 
 
@@ -94,7 +100,7 @@ class _Work:
         return pick(self.inputs[which], tile.batch)[..., tile.rows, :].to(self.dtype)
 
     def cols_of(self, which: int, tile: Tile) -> Tensor:
-        return pick(self.inputs[which], tile.batch)[..., tile.cols, :].to(self.dtype)
+        return tile.cols.take(pick(self.inputs[which], tile.batch)).to(self.dtype)
 
     def scores(self, tile: Tile) -> Tensor:
         return (self.rows_of(0, tile) * self.scale) @ self.cols_of(1, tile).mT
@@ -104,54 +110,49 @@ class _Work:
             return None
         bias = pick(self.bias, tile.batch)
         bias = bias[..., tile.rows, :] if bias.shape[-2] > 1 else bias
-        bias = bias[..., tile.cols] if bias.shape[-1] > 1 else bias
+        bias = tile.cols.take(bias.mT).mT if bias.shape[-1] > 1 else bias
         return bias.to(self.dtype)
 
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, rows, pattern, segments, scale, *parameters):
-        ctx.save_for_backward(q, k, v, bias, *parameters)
-        ctx.rest = rows, pattern, segments, scale
         work = _Work(q, k, v, bias, pattern, segments, scale)
         out = q.new_zeros(*work.batch, work.n, v.shape[-1])
         for tile in work.tiles():
             weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), parameters)
             pick(out, tile.batch)[..., tile.rows, :] = weights @ work.cols_of(2, tile)
+        ctx.save_for_backward(q, k, v, bias, out, *parameters)
+        ctx.rest = rows, pattern, segments, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, bias, *parameters = ctx.saved_tensors
+        q, k, v, bias, out, *parameters = ctx.saved_tensors
         rows, pattern, segments, scale = ctx.rest
-        wants = ctx.needs_input_grad
         work = _Work(q, k, v, bias, pattern, segments, scale)
+        wants = ctx.needs_input_grad
         dq, dk, dv, dbias = (
             torch.zeros_like(x, dtype=work.dtype, memory_format=torch.contiguous_format) if want else None
             for x, want in zip((*work.inputs, work.bias), wants[:4], strict=True)
         )
         dparameters = [torch.zeros_like(p) if want else None for p, want in zip(parameters, wants[8:], strict=True)]
-        grad = with_axes(grad, len(work.batch), 2)
-        needs_scores = wants[0] or wants[1] or wants[3] or any(wants[8:])
+        only_values = not (wants[0] or wants[1] or wants[3] or any(wants[8:]))
         for tile in work.tiles():
             dout = pick(grad, tile.batch)[..., tile.rows, :].to(work.dtype)
-            scores, part = work.scores(tile), work.bias_of(tile)
-            small = [p.detach().requires_grad_(want) for p, want in zip(parameters, wants[8:], strict=True)]
-            own = wants[3] or any(wants[8:])
-            weights = None if own else rows.weights(scores, tile, part, parameters)
-            dscores = None
-            if needs_scores:
-                dweights = dout @ work.cols_of(2, tile).mT
-                dscores = None if own else rows.pull_back(weights, dweights)
-                if dscores is None:
-                    weights, dscores = _by_autograd(work, rows, tile, part, small, dweights, dbias, dparameters)
+            if only_values:
+                weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), parameters)
+            else:
+                here = pick(out, tile.batch)[..., tile.rows, :]
+                weights, dscores = _through_rows(work, rows, tile, dout, here, parameters, dbias, dparameters)
+                if dq is not None:
+                    target = pick(dq, tile.batch)[..., tile.rows, :]
+                    target += (dscores @ work.cols_of(1, tile)).sum_to_size(target.shape).mul_(scale)
+                if dk is not None:
+                    _add(pick(dk, tile.batch), tile.cols, dscores.mT @ (work.rows_of(0, tile) * scale))
             if dv is not None:
-                _add_rows(pick(dv, tile.batch), tile.cols, weights.mT @ dout)
-            if dq is not None:
-                _add_rows(pick(dq, tile.batch), tile.rows, (dscores @ work.cols_of(1, tile)).mul_(scale))
-            if dk is not None:
-                _add_rows(pick(dk, tile.batch), tile.cols, dscores.mT @ (work.rows_of(0, tile) * scale))
+                _add(pick(dv, tile.batch), tile.cols, weights.mT @ dout)
         grads = (
             None if g is None else g.reshape(x.shape).to(x.dtype)
             for g, x in zip((dq, dk, dv, dbias), (q, k, v, bias), strict=True)
@@ -159,32 +160,46 @@ class _Blocked(torch.autograd.Function):
         return *grads, None, None, None, None, *dparameters
 
 
-def _by_autograd(work, rows, tile, bias, parameters, dweights, dbias, dparameters):
-    """Weights and the gradient in the scores; gradients in bias and parameters are added where they belong."""
+def _through_rows(work, rows, tile, dout, out, parameters, dbias, dparameters):
+    """The weights of a tile and the gradient in its scores; those in bias and parameters are added where they belong."""
+    dweights = dout @ work.cols_of(2, tile).mT
+    bias = work.bias_of(tile)
+    if dbias is None and all(total is None for total in dparameters):
+        weights = rows.weights(work.scores(tile), tile, bias, parameters)
+        exact = out.dtype == work.dtype  # an output that was rounded would carry that into the gradient
+        dot = (dout * out if exact else dweights * weights).sum(-1, keepdim=True)
+        dscores = rows.pull_back(weights, dweights, dot)
+        if dscores is not None:
+            return weights, dscores
+    return _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameters)
+
+
+def _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameters):
     scores = work.scores(tile).requires_grad_()
+    parameters = [p.detach().requires_grad_(total is not None) for p, total in zip(parameters, dparameters, strict=True)]
+    wanted = [scores, *(p for p in parameters if p.requires_grad)]
     if dbias is not None:
         bias = bias.detach().requires_grad_()
+        wanted.append(bias)
     with torch.enable_grad():
         weights = rows.weights(scores, tile, bias, parameters)
-    wanted = [scores, *([bias] if dbias is not None else []), *(p for p in parameters if p.requires_grad)]
-    dscores, *rest = torch.autograd.grad(weights, wanted, dweights, allow_unused=True, materialize_grads=True)
+    found = list(torch.autograd.grad(weights, wanted, dweights, allow_unused=True, materialize_grads=True))
     if dbias is not None:
-        target, part = pick(dbias, tile.batch), rest.pop(0)
+        target, part = pick(dbias, tile.batch), found.pop()
         target = target[..., tile.rows, :] if target.shape[-2] > 1 else target
-        _add_rows(target.mT, tile.cols if target.shape[-1] > 1 else slice(None), part.mT)
+        if target.shape[-1] > 1:
+            tile.cols.add(target.mT, part.mT)
+        else:
+            target += part
     for total in dparameters:
         if total is not None:
-            total += rest.pop(0)
-    return weights.detach(), dscores
+            total += found.pop(1)
+    return weights.detach(), found[0]
 
 
-def _add_rows(target: Tensor, index: slice | Tensor, part: Tensor) -> None:
-    """target[…, index, :] += part, summed over the axes that target lacks."""
-    part = part.sum_to_size(*target.shape[:-2], *part.shape[-2:])
-    if isinstance(index, slice):
-        target[..., index, :] += part
-    else:
-        target.index_add_(-2, index, part)
+def _add(target: Tensor, keys: Keys, part: Tensor) -> None:
+    """target[…, keys, :] += part, summed over the axes that target lacks."""
+    keys.add(target, part.sum_to_size(*target.shape[:-2], *part.shape[-2:]))
 
 
 def objections(q, k, v, rows, pattern, segments, scale) -> list[str]:

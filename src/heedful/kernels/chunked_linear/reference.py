@@ -69,7 +69,7 @@ def objections(
             said.append(f"segments must be {(B, n)} with as many keys as queries, got {tuple(segments.shape)}, {m} keys.")
         elif segments.is_floating_point():
             said.append(f"segments must be integers, got {segments.dtype}.")
-        elif not _contiguous_runs(segments):
+        elif not _contiguous(segments):
             said.append("a segment id comes back after another one: sort the tokens so that each segment is one run.")
     if state is not None:
         heads = Hkv if log_decay is None else H
@@ -151,13 +151,20 @@ def chunked_linear(
 
 def run_codes(segments: Tensor) -> Tensor:
     """(B, n) int32: the count of the token's run within its row, c, or −1 − c for padding after run c."""
+    return _runs(segments)[0]
+
+
+def _runs(segments):
+    """The codes, and where a token's id is below that of the last real token before it."""
+    if segments.shape[-1] == 0:
+        return segments.int(), segments < 0
     real = segments >= 0
-    at = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
-    last = torch.where(real, at, -1).cummax(-1).values if segments.shape[-1] else at
-    before = torch.nn.functional.pad(last, (1, 0), value=-1)[..., :-1]
-    new = real & (before >= 0) & (segments != segments.gather(-1, before.clamp(min=0)))
-    run = new.cumsum(-1)
-    return torch.where(real, run, -1 - run).int()
+    at = torch.arange(segments.shape[-1], device=segments.device)
+    last = torch.where(real, at, -1).cummax(-1).values
+    before = torch.nn.functional.pad(last, (1, -1), value=-1)
+    previous = torch.where(before >= 0, segments.gather(-1, before.clamp(min=0)), segments)
+    run = (real & (segments != previous)).cumsum(-1, dtype=torch.int32)
+    return torch.where(real, run, -1 - run), real & (segments < previous)
 
 
 def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
@@ -227,13 +234,13 @@ def _repeat(x, heads):
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _contiguous_runs(segments) -> bool:
-    if segments.shape[-1] == 0:
+def _contiguous(segments) -> bool:
+    """Is every segment one run? Ids that only rise are; others are counted."""
+    code, falls = _runs(segments)
+    if not falls.any():
         return True
-    code = run_codes(segments)
     runs = torch.maximum(code, -1 - code)[..., -1] + (code >= 0).any(-1)
-    ids = segments.clamp(min=-1).sort(-1).values
-    ids = torch.nn.functional.pad(ids, (1, 0), value=-1)
+    ids = torch.nn.functional.pad(segments.clamp(min=-1).sort(-1).values, (1, 0), value=-1)
     return bool((runs == (ids[..., 1:] != ids[..., :-1]).sum(-1)).all())
 
 

@@ -20,6 +20,7 @@ the floors and the measurements.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -31,38 +32,44 @@ from . import reference
 from .reference import LinearState
 
 WIDEST = 256
+INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Config(NamedTuple):
-    """How one kernel is laid out: tokens a block, columns a program (of the axis it may split), warps, stages."""
+    """How one kernel is laid out: columns a program of the axis it may split, warps, pipeline stages, a cap on registers."""
 
-    block: int
     split: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # Chosen on an H200 by benchmarks/gpu_chunked_linear.py --tune; the key is the width (r and e up to it) and the operands.
+BLOCKS = {(64, "bf16"): 64, (128, "bf16"): 64, (256, "bf16"): 64, (64, "fp32"): 64, (128, "fp32"): 32, (256, "fp32"): 16}
 CONFIGS = {
-    ("states", 64, "bf16"): Config(64, 64, 4, 3),
-    ("outputs", 64, "bf16"): Config(64, 64, 4, 3),
-    ("adjoints", 64, "bf16"): Config(64, 64, 4, 2),
-    ("queries", 64, "bf16"): Config(64, 64, 4, 2),
-    ("keys", 64, "bf16"): Config(64, 64, 4, 2),
-    ("states", 128, "bf16"): Config(64, 128, 8, 2),
-    ("outputs", 128, "bf16"): Config(64, 128, 8, 2),
-    ("adjoints", 128, "bf16"): Config(64, 128, 8, 2),
-    ("queries", 128, "bf16"): Config(64, 128, 8, 2),
-    ("keys", 128, "bf16"): Config(64, 128, 8, 2),
-    ("states", 256, "bf16"): Config(64, 64, 8, 2),
-    ("outputs", 256, "bf16"): Config(64, 64, 8, 1),
-    ("adjoints", 256, "bf16"): Config(64, 64, 8, 1),
-    ("queries", 256, "bf16"): Config(64, 64, 8, 1),
-    ("keys", 256, "bf16"): Config(64, 64, 8, 1),
+    (64, "bf16"): dict(
+        states=Config(64, 4, 3),
+        outputs=Config(64, 4, 4),
+        adjoints=Config(64, 4, 3, 128),
+        queries=Config(64, 4, 4),
+        keys=Config(64, 4, 3),
+    ),
+    (128, "bf16"): dict(
+        states=Config(128, 8, 2),
+        outputs=Config(128, 8, 2),
+        adjoints=Config(128, 8, 2),
+        queries=Config(128, 8, 2),
+        keys=Config(128, 8, 2),
+    ),
+    (256, "bf16"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 8, 1)),
+    (64, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 4, 1)),
+    (128, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 8, 1)),
+    (256, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(32, 8, 1)),
 }
 PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
+SHORTEST = 128
 
 
 def objections(
@@ -74,7 +81,7 @@ def objections(
     )
     if said:
         return said
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
+    if not (q.is_cuda or INTERPRETED):
         said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         said.append(f"q, k, v must share bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}.")
@@ -116,8 +123,16 @@ def chunked_linear(
         decay = reference.token_decay(log_decay, code, B, H, n, torch.float32)
         shift_q, shift_k, log_scale, decay, state = reference.exp_shifts(q, k, causal, decay, code, state, heads)
     S, z = (None, None) if state is None else (state.S, state.z)
-    o, S, z = _Linear.apply(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads)
+    with _on(q):
+        o, S, z = _Linear.apply(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads)
     return o, LinearState(S, z, log_scale)
+
+
+def _on(x):
+    """Triton launches on the current device: make it that of x where it is not."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
@@ -133,55 +148,89 @@ def _tokens_like(shape, like):
     return empty(shape, like, like.dtype)
 
 
-def _span(n, rows, block) -> int:
+def _workspace(sizes, like):
+    """Float32 buffers of these sizes, each aligned, out of one allocation."""
+    padded = [max(64, _up(x, 64)) for x in sizes]
+    return empty((sum(padded),), like).split(padded)
+
+
+def _over(a, b) -> int:
+    return -(-a // b)
+
+
+def _up(a, b) -> int:
+    return -(-a // b) * b
+
+
+def _power(x) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def _span(n, rows) -> int:
     """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
-    chunks = max(1, min(triton.cdiv(PROGRAMS, rows), triton.cdiv(n, block)))
-    return min(LONGEST, max(128, triton.next_power_of_2(triton.cdiv(n, chunks))))
+    chunks = max(1, _over(PROGRAMS, rows))
+    return min(LONGEST, max(SHORTEST, _power(_over(n, chunks))))
 
 
 class _Plan:
-    """What every launch of one call shares: sizes, the constants of the kernels and the grid."""
+    """What the launches for inputs of one kind share: sizes, the kernels' constants, and the compiled kernels."""
 
-    def __init__(self, q, k, v, decay, code, feature, normalise, causal, heads):
+    def __init__(self, q, k, v, decay, code, given, feature, normalise, causal, heads):
         self.B, self.H, self.n, self.r = q.shape
         self.Hkv, self.m, self.e = v.shape[1:]
-        self.heads = heads
-        self.width = max(64, triton.next_power_of_2(max(self.r, self.e)))
-        self.kind = "bf16" if q.dtype == torch.bfloat16 else "fp32"
-        self.span = _span(max(self.n, self.m), self.B * heads, 64)
-        self.chunks_q, self.chunks_k = triton.cdiv(self.n, self.span), triton.cdiv(self.m, self.span)
+        self.heads, self.normalise, self.causal = heads, normalise, causal
+        bf16 = q.dtype == torch.bfloat16
+        kind = max(64, _power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
+        self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
+        self.R, self.E = (max(16, _power(x)) for x in (self.r, self.e))
+        self.span = _span(max(self.n, self.m), self.B * heads)
+        self.chunks_q, self.chunks_k = _over(self.n, self.span), _over(self.m, self.span)
         self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
-        self.even = code is None
+        whole = self.n % self.block == self.m % self.block == 0 and (self.r, self.e) == (self.R, self.E)
         self.constants = dict(
             FEATURE=feature,
             NORMALISE=normalise,
             CAUSAL=causal,
             DECAY=0 if decay is None else (1 if decay.ndim == 1 else 2),
             SEGMENTS=code is not None,
-            OPERAND=tl.bfloat16 if self.kind == "bf16" else tl.float32,
+            OPERAND=tl.bfloat16 if bf16 else tl.float32,
             PRECISION="tf32" if q.dtype == torch.float16 else "tf32x3",
+            EVEN=whole and code is None,
+            BLOCK=self.block,
         )
-
-    def layout(self, name):
-        """Config of one kernel, and the padded widths r and e of its tiles before the split."""
-        config = CONFIGS.get((name, self.width, self.kind))
-        if config is None:  # float32 operands fill twice the shared memory
-            wide = {64: Config(64, 64, 4, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 8, 1)}
-            config = wide[self.width]
-        R, E = (max(16, triton.next_power_of_2(x)) for x in (self.r, self.e))
-        return config, R, E
+        self.ready = {}
 
 
-if triton.knobs.runtime.interpret:
-    _exp2 = tl.exp2
+_PLANS: dict = {}
+
+
+def _plan(q, k, v, decay, code, shift_q, shift_k, given, *options) -> _Plan:
+    """One plan for all inputs that Triton would compile alike: sizes, strides, dtype, alignment, device, options."""
+    tensors = [x for x in (q, k, v, decay, code, shift_q, shift_k) if x is not None]
+    key = (
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, given, *options,
+        None if decay is None else decay.ndim, code is None, *(x.data_ptr() % 16 == 0 for x in tensors),
+    )
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= 1024:
+            _PLANS.clear()
+        plan = _PLANS[key] = _Plan(q, k, v, decay, code, given, *options)
+    return plan
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def _exp2(x):
+        return tl.exp2(x)
 else:
 
     @triton.jit
     def _exp2(x):
-        """2^x with denormals flushed: one instruction where tl.exp2 takes five. Called impure, so that it is not
-        computed again for every layout the result is wanted in."""
+        """2^x with denormals flushed: one instruction, where tl.exp2 takes five to keep them."""
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -195,19 +244,6 @@ def _phi(x, shift, FEATURE: tl.constexpr):
         return _exp2((x - shift[:, None]) * LOG2E)
     else:
         return x
-
-
-@triton.jit
-def _slope(x, phi, FEATURE: tl.constexpr):
-    """φ′, from x and φ(x) where that saves an exponential."""
-    if FEATURE == "elu1":
-        return tl.minimum(phi, 1)
-    elif FEATURE == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
-    elif FEATURE == "exp":
-        return phi
-    else:
-        return tl.full(x.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -245,8 +281,20 @@ def _features(pointer, shift, t, stride, column, width, real, FEATURE: tl.conste
 
 
 @triton.jit
+def _slope(pointer, shift, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN: tl.constexpr):
+    """φ′ of a tile."""
+    x, phi = _features(pointer, shift, t, stride, column, width, real, FEATURE, EVEN)
+    if FEATURE == "elu1":
+        return tl.minimum(phi, 1)
+    elif FEATURE == "relu":
+        return tl.where(x > 0, 1.0, 0.0)
+    else:
+        return phi
+
+
+@triton.jit
 def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of the block at `start`: which tokens are real, b, their runs, and the weights into, leave, keep."""
+    """Of the block at `start`: which tokens are real, b in powers of two, their runs, and into, leave, keep."""
     i = tl.arange(0, BLOCK)
     t = start + i
     real = t < n
@@ -264,13 +312,18 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
         last = tl.maximum(last, -1 - last)
         real = real & (c >= 0)
     if DECAY > 0:
-        if DECAY == 1:
-            d = tl.where(real, tl.load(decay), 0.0)
+        if DECAY == 2:
+            d = tl.load(decay + t, mask=real, other=0.0) * LOG2E
+            b = tl.cumsum(d, 0)
+            total = tl.sum(d, 0)
+        elif SEGMENTS:
+            d = tl.where(real, tl.load(decay) * LOG2E, 0.0)
+            b = tl.cumsum(d, 0)
+            total = tl.sum(d, 0)
         else:
-            d = tl.load(decay + t, mask=real, other=0.0)
-        d = d * LOG2E
-        b = tl.cumsum(d, 0)
-        total = tl.sum(d, 0)
+            d = tl.load(decay) * LOG2E
+            b = d * tl.minimum(i + 1, n - start)
+            total = d * tl.minimum(BLOCK, n - start)
         into = _exp2(b)
         leave = _exp2(total - b)
         keep = _exp2(total)
@@ -300,47 +353,49 @@ def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.con
 
 @triton.jit
 def _states(
-    k, v, shift, decay, code, slots, keeps,
+    k, v, shift, decay, code, slots, keeps, sums,
     k_b, k_h, k_t, v_b, v_h, v_t, n, span, chunks, r, e,
     KV: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """One chunk's own state, in slot c + 1 of its head; splits the features r."""
+    """One chunk's own Sᵀ and z, in slot c + 1 of its head, and z before each of its blocks; splits r."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
     row = (pid // PARTS // chunks).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     kv = head // (HEADS // KV)
-    k += batch * k_b + kv * k_h
-    v += batch * v_b + kv * v_h
-    shift += (batch * KV + kv) * n
+    base = chunk * span
+    skip = base.to(tl.int64)
+    k += batch * k_b + kv * k_h + skip * k_t
+    v += batch * v_b + kv * v_h + skip * v_t
+    shift += (batch * KV + kv) * n + base
     decay += row * n if DECAY == 2 else head
     code += batch * n
-    base = chunk * span
-    k += base.to(tl.int64) * k_t
-    v += base.to(tl.int64) * v_t
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    S = tl.zeros([R, E], tl.float32)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    S = tl.zeros([E, R], tl.float32)
     z = tl.zeros([R], tl.float32)
     kept = 1.0
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        _, fk = _features(k, shift + base, t, k_t, cr, r, real, FEATURE, EVEN)
+        _, fk = _features(k, shift, t, k_t, cr, r, real, FEATURE, EVEN)
         vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
+        if NORMALISE and CAUSAL:
+            tl.store(sums + at // BLOCK * r, z, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
             fk = fk * leave[:, None]
             S = S * keep
             z = z * keep
             kept = kept * keep
-        S = tl.dot(tl.trans(fk.to(OPERAND)), vb, S, input_precision=PRECISION)
+        S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if NORMALISE:
             z += tl.sum(fk, 0)
     slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
-    tl.store(slot + cr[:, None] * e + ce[None, :], S, mask=(cr < r)[:, None] & (ce < e)[None, :])
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
     if NORMALISE:
         tl.store(slot + r * e + cr, z, mask=cr < r)
     if DECAY > 0 or SEGMENTS:
@@ -355,16 +410,19 @@ def _link(keep1, x1, keep2, x2):
 
 @triton.jit
 def _scan(
-    slots, keeps, chunks, width, first_given,
-    WEIGHTED: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    slots, keeps, end, chunks, width,
+    GIVEN: tl.constexpr, WEIGHTED: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):
-    """x_c ← keep_{c−1} x_{c−1} + x_c over the slots 0 … chunks of a head, or x_c ← keep_c x_{c+1} + x_c backwards."""
+    """x_c ← keep_{c−1} x_{c−1} + x_c over the slots 0 … chunks of a head, or x_c ← keep_c x_{c+1} + x_c backwards.
+
+    The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`.
+    """
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64)
     slots += row * (chunks + 1) * width
     keeps += row * chunks
-    end = chunks if REVERSE else 0
-    x = tl.load(slots + end * width + column, mask=column < width * first_given, other=0.0)
+    start = chunks if REVERSE else 0
+    x = tl.load(slots + start * width + column, mask=column < width * GIVEN, other=0.0)
     for at in range(0, chunks, GROUP):
         c = at + tl.arange(0, GROUP)
         c = chunks - 1 - c if REVERSE else c
@@ -380,18 +438,19 @@ def _scan(
             own = tl.cumsum(own, 0) + x[None, :]
         tl.store(here, own, mask=mask)
         x = tl.sum(tl.where((tl.arange(0, GROUP) == GROUP - 1)[:, None], own, 0.0), 0)
+    tl.store(end + row * width + column, x, mask=column < width)
 
 
 @triton.jit
 def _outputs(
-    q, k, v, o, den, shift_q, shift_k, decay, code, slots, final,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, n, span, chunks, r, e, first_given,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    q, k, v, o, den, shift_q, shift_k, decay, code, slots, sums,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, n, span, chunks, r, e,
+    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """One chunk's outputs from the state before it; splits the values e. The last chunk leaves the final state."""
+    """One chunk's outputs from the state before it; splits e."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -411,26 +470,25 @@ def _outputs(
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
-    tile = cr[:, None] * e + ce[None, :]
-    inside = (cr < r)[:, None] & (ce < e)[None, :]
-    given = tl.where(chunk + first_given > 0, r, 0)  # rows of the state to read
     width = r * e + r if NORMALISE else r * e
-    if CAUSAL:
-        slot = slots + (owner * (chunks + 1) + chunk) * width
-    else:
-        slot = slots + owner * width
-        given = r
-    S = tl.load(slot + tile, mask=(cr < given)[:, None] & (ce < e)[None, :], other=0.0)
+    slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
+    rows = tl.where(chunk + GIVEN > 0, r, 0)  # features of the state to read: none where there is none
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
     z = tl.zeros([R], tl.float32)
     if NORMALISE:
-        z = tl.load(slot + r * e + cr, mask=cr < given, other=0.0)
+        z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         _, phi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN)
         fq = phi.to(OPERAND)
-        acc = tl.dot(fq, S.to(OPERAND), input_precision=PRECISION)
-        below = tl.sum(phi * z[None, :], 1)
+        acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
+        if NORMALISE:
+            zs = z
+            if CAUSAL:
+                zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
             _, fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
             vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
@@ -438,46 +496,39 @@ def _outputs(
             a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
             if DECAY > 0 or SEGMENTS:
                 acc = acc * into[:, None]
-                below = below * into
                 fk = fk * leave[:, None]
                 S = S * keep
-                z = z * keep
-            acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
-            below += tl.sum(a, 1)
-            S = tl.dot(tl.trans(fk.to(OPERAND)), vb, S, input_precision=PRECISION)
             if NORMALISE:
-                z += tl.sum(fk, 0)
+                if DECAY > 0 or SEGMENTS:
+                    below = below * into
+                    z = z * keep
+                below += tl.sum(a, 1)
+            acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
+            S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if NORMALISE:
-            acc = acc * tl.where(below != 0, 1 / below, 0.0)[:, None]
+            acc = acc * tl.where(below != 0, 1 / tl.where(below != 0, below, 1.0), 0.0)[:, None]
             if part == 0:
                 tl.store(den + t, below, mask=base + t < n)
         _put(o, t, o_t, ce, e, acc, n - base, EVEN)
-    if CAUSAL:
-        if (chunk == chunks - 1) & (head % (H // HEADS) == 0):
-            final += owner * width
-            tl.store(final + tile, S, mask=inside)
-            if NORMALISE:
-                if part == 0:
-                    tl.store(final + r * e + cr, z, mask=cr < r)
 
 
 @triton.jit
 def _inverse(den, t, real):
     """1 / den, zero where a row attends to nothing."""
     d = tl.load(den + t, mask=real, other=0.0)
-    return tl.where(d != 0, 1 / d, 0.0)
+    return tl.where(d != 0, 1 / tl.where(d != 0, d, 1.0), 0.0)
 
 
 @triton.jit
 def _adjoints(
-    q, o, do, den, c, shift, decay, code, slots, keeps,
+    q, o, do, den, delta, shift, decay, code, slots, keeps, sums,
     q_b, q_h, q_t, o_b, o_h, o_t, do_b, do_h, do_t, n, span, chunks, r, e,
     H: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """One chunk's c_i, and its own R and y in slot c of its head; splits the features r."""
+    """One chunk's δ, its own Rᵀ and y in slot c of its head, and y after each of its blocks; splits r."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -486,45 +537,50 @@ def _adjoints(
     GROUP: tl.constexpr = H // HEADS
     base = chunk * span
     skip = base.to(tl.int64)
+    first = (batch * H + owner * GROUP) * n + base
     q += batch * q_b + owner * GROUP * q_h + skip * q_t
     o += batch * o_b + owner * GROUP * o_h + skip * o_t
     do += batch * do_b + owner * GROUP * do_h + skip * do_t
-    den += (batch * H + owner * GROUP) * n + base
-    c += (batch * H + owner * GROUP) * n + base
-    shift += (batch * H + owner * GROUP) * n + base
+    den += first
+    delta += first
+    shift += first
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    S = tl.zeros([R, E], tl.float32)
-    z = tl.zeros([R], tl.float32)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    S = tl.zeros([E, R], tl.float32)
+    y = tl.zeros([R], tl.float32)
     kept = 1.0
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
+        if NORMALISE and CAUSAL:
+            tl.store(sums + at // BLOCK * r, y, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
             S = S * keep
-            z = z * keep
+            y = y * keep
             kept = kept * keep
-        for g in tl.static_range(GROUP):
-            _, fq = _features(q + g * q_h, shift + g * n, t, q_t, cr, r, real, FEATURE, EVEN)
-            dob = _rows(do + g * do_h, t, do_t, ce, e, real, EVEN).to(tl.float32)
-            if DECAY > 0 or SEGMENTS:
-                fq = fq * into[:, None]
+        for h in tl.static_range(GROUP):
+            _, psi = _features(q + h * q_h, shift + h * n, t, q_t, cr, r, real, FEATURE, EVEN)
+            dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN)
+            scale = into
             if NORMALISE:
-                ob = _rows(o + g * o_h, t, o_t, ce, e, real, EVEN).to(tl.float32)
-                inverse = _inverse(den + g * n, t, real)
-                minus = -tl.sum(dob * ob, 1) * inverse
-                dob = dob * inverse[:, None]
-                z += tl.sum(fq * minus[:, None], 0)
+                scale = scale * _inverse(den + h * n, t, real)
+                ob = _rows(o + h * o_h, t, o_t, ce, e, real, EVEN)
+                d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
                 if part == 0:
-                    tl.store(c + g * n + t, minus, mask=base + t < n)
-            S = tl.dot(tl.trans(fq.to(OPERAND)), dob.to(OPERAND), S, input_precision=PRECISION)
+                    tl.store(delta + h * n + t, d, mask=base + t < n)
+            if NORMALISE or DECAY > 0 or SEGMENTS:
+                psi = psi * scale[:, None]
+            S = tl.dot(tl.trans(dob.to(OPERAND)), psi.to(OPERAND), S, input_precision=PRECISION)
+            if NORMALISE:
+                y -= tl.sum(psi * d[:, None], 0)
     slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
-    tl.store(slot + cr[:, None] * e + ce[None, :], S, mask=(cr < r)[:, None] & (ce < e)[None, :])
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
     if NORMALISE:
-        tl.store(slot + r * e + cr, z, mask=cr < r)
+        tl.store(slot + r * e + cr, y, mask=cr < r)
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
@@ -532,15 +588,15 @@ def _adjoints(
 
 @triton.jit
 def _queries(
-    q, k, v, do, den, c, dq, shift_q, shift_k, decay, code, slots,
+    q, k, v, do, den, delta, dq, shift_q, shift_k, decay, code, slots, sums,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-    n, span, chunks, r, e, first_given,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    n, span, chunks, r, e,
+    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """One chunk's dq; splits the features r."""
+    """One chunk's dq from the state before it; splits r."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -556,72 +612,67 @@ def _queries(
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
     den += row * n + base
-    c += row * n + base
+    delta += row * n + base
     shift_q += row * n + base
     shift_k += (batch * KV + kv) * n + base
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    inside = (cr < r)[:, None] & (ce < e)[None, :]
-    given = tl.where(chunk + first_given > 0, r, 0)  # rows of the state to read
     width = r * e + r if NORMALISE else r * e
-    if CAUSAL:
-        slot = slots + (owner * (chunks + 1) + chunk) * width
-    else:
-        slot = slots + owner * width
-        given = r
-    S = tl.load(slot + cr[:, None] * e + ce[None, :], mask=(cr < given)[:, None] & (ce < e)[None, :], other=0.0)
+    slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
+    rows = tl.where(chunk + GIVEN > 0, r, 0)
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
     z = tl.zeros([R], tl.float32)
     if NORMALISE:
-        z = tl.load(slot + r * e + cr, mask=cr < given, other=0.0)
+        z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        g = _rows(do, t, do_t, ce, e, real, EVEN)
-        minus = into
+        dob = _rows(do, t, do_t, ce, e, real, EVEN).to(OPERAND)
+        grad = tl.zeros([BLOCK, R], tl.float32)
+        d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
-            g = g.to(tl.float32) * _inverse(den, t, real)[:, None]
-            minus = tl.load(c + t, mask=real, other=0.0)
-        g = g.to(OPERAND)
-        dfq = tl.dot(g, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
-        if NORMALISE:
-            dfq += minus[:, None] * z[None, :]
+            minus = -tl.load(delta + t, mask=real, other=0.0)
+            zs = z
+            if CAUSAL:
+                zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            grad += minus[:, None] * zs[None, :]
+            d += minus[:, None]
+        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
         if CAUSAL:
             _, fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
             vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
-            d = tl.zeros([BLOCK, BLOCK], tl.float32)
-            if NORMALISE:
-                d += minus[:, None]
-            d = tl.dot(g, tl.trans(vb), d, input_precision=PRECISION)
+            d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
-                dfq = dfq * into[:, None]
-            dfq = tl.dot(d, fk.to(OPERAND), dfq, input_precision=PRECISION)
+                grad = grad * into[:, None]
+            grad = tl.dot(d, fk.to(OPERAND), grad, input_precision=PRECISION)
             if DECAY > 0 or SEGMENTS:
                 fk = fk * leave[:, None]
                 S = S * keep
                 z = z * keep
-            S = tl.dot(tl.trans(fk.to(OPERAND)), vb, S, input_precision=PRECISION)
-            if NORMALISE:
-                z += tl.sum(fk, 0)
-        x, fq = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN)
-        dfq = dfq * _slope(x, fq, FEATURE)
+            S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
+        if FEATURE != "identity":
+            grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN)
+        if NORMALISE:
+            grad = grad * _inverse(den, t, real)[:, None]
         if SEGMENTS:
-            dfq = tl.where(real[:, None], dfq, 0.0)
-        _put(dq, t, dq_t, cr, r, dfq, n - base, EVEN)
+            grad = tl.where(real[:, None], grad, 0.0)
+        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN)
 
 
 @triton.jit
 def _keys(
-    q, k, v, do, den, c, dk, dv, shift_q, shift_k, decay, code, slots,
+    q, k, v, do, den, delta, dk, dv, shift_q, shift_k, decay, code, slots, sums,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    n, span, chunks, r, e, last_given,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    n, span, chunks, r, e,
+    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """One chunk's dk and dv, or, where the state is too wide for one program, dk alone splitting r and dv alone splitting e.
+    """One chunk's dk and dv; where the state is too wide for one program, dk alone splitting r, dv alone splitting e.
 
     Sums over the query heads that share the state; n counts keys. Without CAUSAL the queries are all in the state.
     """
@@ -634,80 +685,79 @@ def _keys(
     kv = owner // (HEADS // KV)
     base = chunk * span
     skip = base.to(tl.int64)
+    first = (batch * H + owner * GROUP) * n + base
     q += batch * q_b + owner * GROUP * q_h + skip * q_t
     do += batch * do_b + owner * GROUP * do_h + skip * do_t
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
     dk += batch * dk_b + owner * dk_h + skip * dk_t
     dv += batch * dv_b + owner * dv_h + skip * dv_t
-    den += (batch * H + owner * GROUP) * n + base
-    c += (batch * H + owner * GROUP) * n + base
-    shift_q += (batch * H + owner * GROUP) * n + base
+    den += first
+    delta += first
+    shift_q += first
     shift_k += (batch * KV + kv) * n + base
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr = (0 if DV else part * R) + tl.arange(0, R)
     ce = (0 if DK else part * E) + tl.arange(0, E)
     width = r * e + r if NORMALISE else r * e
-    if CAUSAL:
-        slot = slots + (row * (chunks + 1) + chunk + 1) * width
-        given = tl.where(chunk + 1 - last_given < chunks, r, 0)
-    else:
-        slot = slots + row * width
-        given = r
-    S = tl.load(slot + cr[:, None] * e + ce[None, :], mask=(cr < given)[:, None] & (ce < e)[None, :], other=0.0)
-    z = tl.zeros([R], tl.float32)
+    slots += (row * (chunks + 1) + chunk + 1 if CAUSAL else row) * width
+    rows = tl.where(chunk + 1 - GIVEN < chunks, r, 0) if CAUSAL else r
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+    y = tl.zeros([R], tl.float32)
     if NORMALISE:
-        z = tl.load(slot + r * e + cr, mask=cr < given, other=0.0)
+        y = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
+        sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        x, phi = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
+        _, phi = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
         fk = phi.to(OPERAND)
         vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
         held = S.to(OPERAND)
         if DV:
-            gv = tl.dot(fk, held, input_precision=PRECISION)
+            gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION)
             if DECAY > 0 or SEGMENTS:
                 gv = gv * leave[:, None]
         if DK:
-            gk = tl.dot(vb, tl.trans(held), input_precision=PRECISION)
+            gk = tl.zeros([BLOCK, R], tl.float32)
             if NORMALISE:
-                gk += z[None, :]
+                ys = y
+                if CAUSAL:
+                    ys += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+                gk += ys[None, :]
+            gk = tl.dot(vb, held, gk, input_precision=PRECISION)
             if DECAY > 0 or SEGMENTS:
                 gk = gk * leave[:, None]
         if CAUSAL:
             if DECAY > 0 or SEGMENTS:
                 S = S * keep
-                z = z * keep
+                y = y * keep
             for h in tl.static_range(GROUP):
-                _, fq = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN)
-                g = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN)
-                minus = into
+                _, psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN)
+                dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN).to(OPERAND)
                 if NORMALISE:
-                    g = g.to(tl.float32) * _inverse(den + h * n, t, real)[:, None]
-                    minus = tl.load(c + h * n + t, mask=real, other=0.0)
-                g = g.to(OPERAND)
+                    psi = psi * _inverse(den + h * n, t, real)[:, None]
+                fq = psi.to(OPERAND)
                 if DV:
-                    a = tl.dot(fk, tl.trans(fq.to(OPERAND)), input_precision=PRECISION)
+                    a = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
                     a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
-                    gv = tl.dot(a, g, gv, input_precision=PRECISION)
+                    gv = tl.dot(a, dob, gv, input_precision=PRECISION)
                 if DK:
                     d = tl.zeros([BLOCK, BLOCK], tl.float32)
                     if NORMALISE:
-                        d += minus[None, :]
-                    d = tl.dot(vb, tl.trans(g), d, input_precision=PRECISION)
+                        d -= tl.load(delta + h * n + t, mask=real, other=0.0)[None, :]
+                    d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
                     d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
-                    gk = tl.dot(d, fq.to(OPERAND), gk, input_precision=PRECISION)
+                    gk = tl.dot(d, fq, gk, input_precision=PRECISION)
                 if DECAY > 0 or SEGMENTS:
-                    fq = fq * into[:, None]
-                S = tl.dot(tl.trans(fq.to(OPERAND)), g, S, input_precision=PRECISION)
-                if NORMALISE:
-                    z += tl.sum(fq * minus[:, None], 0)
+                    fq = (psi * into[:, None]).to(OPERAND)
+                S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
-            gk = gk * _slope(x, phi, FEATURE)
+            if FEATURE != "identity":
+                gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
             if SEGMENTS:
                 gk = tl.where(real[:, None], gk, 0.0)
             _put(dk, t, dk_t, cr, r, gk, n - base, EVEN)
@@ -717,8 +767,8 @@ def _keys(
             _put(dv, t, dv_t, ce, e, gv, n - base, EVEN)
 
 
-def _steps(x):
-    return x.stride()[:3]
+def _steps(*tensors):
+    return tuple(step for x in tensors for step in x.stride()[:3])
 
 
 def _packed(x):
@@ -726,134 +776,184 @@ def _packed(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _scan_slots(plan, slots, keeps, chunks, first_given, reverse):
-    c = plan.constants
-    tile = 64
-    _scan[(triton.cdiv(plan.slot, tile), plan.B * plan.heads)](
-        slots, keeps, chunks, plan.slot, int(first_given),
-        WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"], REVERSE=reverse,
-        GROUP=min(64, triton.next_power_of_2(chunks)), TILE=tile, num_warps=4,
-    )
+def _or(pointer, other):
+    """Triton wants a pointer even where the kernel never reads it."""
+    return other if pointer is None else pointer
 
 
-def _launch(kernel, plan, name, rows, chunks, splits, *args, **constants):
-    """One program for each row of heads, chunk and part of the split axis."""
-    config, R, E = plan.layout(name)
-    if splits == "r":
-        R, parts = min(R, config.split), triton.cdiv(R, config.split)
+def _launch(plan, key, pointers, describe):
+    """Launches what `describe` says; from the second time on by the compiled kernel itself.
+
+    Triton's own launch looks at every argument again, 50 µs a launch on a slow host; the plan's key and this one's
+    already stand for all it looks at.
+    """
+    ready = plan.ready.get(key)
+    if ready is None:
+        ready = _first(plan, pointers, *describe())
+        if not INTERPRETED:
+            plan.ready[key] = ready
     else:
-        E, parts = min(E, config.split), triton.cdiv(E, config.split)
-    even = plan.even and plan.span % config.block == 0 and (plan.r, plan.e) == (R * (parts if splits == "r" else 1), E * (parts if splits == "e" else 1)) and plan.n % config.block == 0 and plan.m % config.block == 0
-    kernel[(plan.B * rows * chunks * parts,)](
-        *args, **constants, **plan.constants, EVEN=even, BLOCK=config.block, R=R, E=E, PARTS=parts,
-        num_warps=config.warps, num_stages=config.stages,
-    )
+        run, rest = ready
+        run(*pointers, *rest)
+
+
+def _first(plan, pointers, name, kernel, grid, numbers, constants):
+    """Compiles, launches, and returns what a further launch needs."""
+    config = plan.configs.get(name)
+    if config is not None:
+        constants = {**plan.constants, **constants}
+        options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
+    else:
+        options = dict(num_warps=4)
+    compiled = kernel[grid](*pointers, *numbers, **constants, **options)
+    rest = [constants[x] for x in kernel.arg_names[len(pointers) + len(numbers) :]]
+    return None if INTERPRETED else (compiled[(*grid, 1, 1)[:3]], (*numbers, *rest))
+
+
+def _parted(plan, name, splits, rows, chunks):
+    """The grid and the tile: one program for each row of heads, chunk and part of the axis that is split."""
+    R, E, parts, width = plan.R, plan.E, 1, plan.configs[name].split
+    if splits == "r":
+        R, parts = min(R, width), _over(R, width)
+    else:
+        E, parts = min(E, width), _over(E, width)
+    return (plan.B * rows * chunks * parts,), dict(R=R, E=E, PARTS=parts)
+
+
+def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
+    def describe():
+        c, tile = plan.constants, 64
+        constants = dict(
+            GIVEN=given, WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"], REVERSE=reverse,
+            GROUP=min(64, _power(chunks)), TILE=tile,
+        )
+        return "scan", _scan, (_over(plan.slot, tile), plan.B * plan.heads), (chunks, plan.slot), constants
+
+    _launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
+
+
+def _fill(slot, S, z, e):
+    """A state as the kernels keep it: Sᵀ, then z."""
+    B, heads, r = slot.shape[0], slot.shape[1], S.shape[2]
+    slot[..., : r * e].view(B, heads, e, r).copy_(S.mT)
+    if z is not None:
+        slot[..., r * e :] = z
 
 
 class _Linear(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the denominators and the states before each chunk."""
+    """The launches joined: keeps q, k, v, o, the denominators, the states before each chunk and z before each block."""
 
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads):
         q, k, v = _packed(q), _packed(k), _packed(v)
         decay = None if decay is None else decay.float().contiguous()
-        plan = _Plan(q, k, v, decay, code, feature, normalise, causal, heads)
-        B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
-        o = _tokens_like((B, H, n, e), q)
-        den = empty((B, H, n) if normalise else (1,), q)
-        chunks = plan.chunks_k
-        slots = empty((B, heads, chunks + 1, plan.slot), q)
-        keeps = empty((B, heads, chunks), q)
-        final = empty((B, heads, plan.slot), q)
         given = S is not None
-        if given:
-            slots[:, :, 0, : r * e] = S.reshape(B, heads, r * e)
-            if normalise:
-                slots[:, :, 0, r * e :] = z
-        if not causal or chunks > 1:
-            _launch(
-                _states, plan, "states", heads, chunks, "r",
-                k, v, _or(shift_k, q), _or(decay, q), _or(code, q), slots, keeps,
-                *_steps(k), *_steps(v), m, plan.span, chunks, r, e, KV=plan.Hkv, HEADS=heads,
-            )
-            if causal:
-                _scan_slots(plan, slots, keeps, chunks, given, False)
-            else:
-                final = slots[:, :, 0 if given else 1 :].sum(2)
-        _launch(
-            _outputs, plan, "outputs", H, plan.chunks_q, "e",
-            q, k, v, o, den, _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q),
-            slots if causal else final, final,
-            *_steps(q), *_steps(k), *_steps(v), *_steps(o), n, plan.span, plan.chunks_q, r, e, int(given),
-            H=H, KV=plan.Hkv, HEADS=heads,
+        plan = _plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
+        B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
+        chunks = plan.chunks_k
+        o = _tokens_like((B, H, n, e), q)
+        final = empty((B, heads, plan.slot), q)
+        den, slots, keeps, sums = _workspace(
+            (
+                B * H * n * normalise,
+                B * heads * (chunks + 1) * plan.slot,
+                B * heads * chunks,
+                B * heads * _over(m, plan.block) * r * normalise * causal,
+            ),
+            q,
         )
-        ctx.save_for_backward(q, k, v, o, den, slots if causal else final, decay, code, shift_q, shift_k)
+        if given:
+            first = slots[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, 0]
+            _fill(first, S, z if normalise else None, e)
+        sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+
+        def states():
+            grid, tile = _parted(plan, "states", "r", heads, chunks)
+            numbers = *_steps(k, v), m, plan.span, chunks, r, e
+            return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=heads, **tile)
+
+        def outputs():
+            grid, tile = _parted(plan, "outputs", "e", H, plan.chunks_q)
+            numbers = *_steps(q, k, v, o), n, plan.span, plan.chunks_q, r, e
+            constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given or not causal)
+            return "outputs", _outputs, grid, numbers, {**constants, **tile}
+
+        held = slots if causal else final
+        _launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
+        _scan_slots(plan, slots, keeps, final, chunks, given, False)
+        _launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
+        ctx.save_for_backward(q, k, v, o, den, held, sums, decay, code, shift_q, shift_k)
         ctx.plan, ctx.given = plan, given
         ctx.set_materialize_grads(False)
-        S = final[..., : r * e].view(B, heads, r, e)
+        S = final[..., : r * e].view(B, heads, e, r).mT
         return o, S, final[..., r * e :] if normalise else None
 
     @staticmethod
     def backward(ctx, do, dS, dz):
-        q, k, v, o, den, slots, decay, code, shift_q, shift_k = ctx.saved_tensors
+        q, k, v, o, den, slots, sums, decay, code, shift_q, shift_k = ctx.saved_tensors
         plan = ctx.plan
-        normalise, causal, heads = plan.constants["NORMALISE"], plan.constants["CAUSAL"], plan.heads
+        normalise, causal, heads = plan.normalise, plan.causal, plan.heads
         B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
         do = torch.zeros_like(o) if do is None else _packed(do)
-        shifts = _or(shift_q, q), _or(shift_k, q)
-        rest = _or(decay, q), _or(code, q)
-        chunks = plan.chunks_q
-        c = empty((B, H, n) if normalise else (1,), q)
-        back = empty((B, heads, chunks + 1, plan.slot), q)
-        keeps = empty((B, heads, chunks), q)
-        given = dS is not None or dz is not None
-        if given:
-            back[:, :, chunks, : r * e] = 0 if dS is None else dS.reshape(B, heads, r * e)
-            if normalise:
-                back[:, :, chunks, r * e :] = 0 if dz is None else dz
-        _launch(
-            _adjoints, plan, "adjoints", heads, chunks, "r",
-            q, o, do, den, c, shifts[0], *rest, back, keeps,
-            *_steps(q), *_steps(o), *_steps(do), n, plan.span, chunks, r, e, H=H, HEADS=heads,
-        )
-        if causal:
-            _scan_slots(plan, back, keeps, chunks, given, True)
-            first = back[:, :, 0]
-        else:
-            back = first = back[:, :, : chunks + given].sum(2)
+        chunks, given = plan.chunks_q, dS is not None or dz is not None
         dq = _tokens_like(q.shape, q)
-        _launch(
-            _queries, plan, "queries", H, chunks, "r",
-            q, k, v, do, den, c, dq, *shifts, *rest, slots,
-            *_steps(q), *_steps(k), *_steps(v), *_steps(do), *_steps(dq), n, plan.span, chunks, r, e, int(ctx.given),
-            H=H, KV=plan.Hkv, HEADS=heads,
-        )
-        # with a decay a key head has one gradient a query head: they are summed below
+        # with a decay a key head has one gradient for each query head: they are summed below
         dk, dv = _tokens_like((B, heads, m, r), k), _tokens_like((B, heads, m, e), v)
+        delta, back, keeps, after, first = _workspace(
+            (
+                B * H * n * normalise,
+                B * heads * (chunks + 1) * plan.slot,
+                B * heads * chunks,
+                B * heads * _over(n, plan.block) * r * normalise * causal,
+                B * heads * plan.slot,
+            ),
+            q,
+        )
+        if given:
+            last = back[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, chunks]
+            last.zero_()
+            _fill(last, q.new_zeros(B, heads, r, e, dtype=torch.float32) if dS is None else dS, dz, e)
+        sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+
+        def adjoints():
+            grid, tile = _parted(plan, "adjoints", "r", heads, chunks)
+            numbers = *_steps(q, o, do), n, plan.span, chunks, r, e
+            return "adjoints", _adjoints, grid, numbers, dict(H=H, HEADS=heads, **tile)
+
+        def queries():
+            grid, tile = _parted(plan, "queries", "r", H, chunks)
+            numbers = *_steps(q, k, v, do, dq), n, plan.span, chunks, r, e
+            constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=ctx.given or not causal)
+            return "queries", _queries, grid, numbers, {**constants, **tile}
 
         def keys(splits, DK, DV):
-            _launch(
-                _keys, plan, "keys", heads, plan.chunks_k, splits,
-                q, k, v, do, den, c, dk, dv, *shifts, *rest, back,
-                *_steps(q), *_steps(k), *_steps(v), *_steps(do), *_steps(dk), *_steps(dv),
-                m, plan.span, plan.chunks_k, r, e, int(given), H=H, KV=plan.Hkv, HEADS=heads, DK=DK, DV=DV,
-            )
+            def describe():
+                grid, tile = _parted(plan, "keys", splits, heads, plan.chunks_k)
+                numbers = *_steps(q, k, v, do, dk, dv), m, plan.span, plan.chunks_k, r, e
+                constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given, DK=DK, DV=DV)
+                return "keys", _keys, grid, numbers, {**constants, **tile}
 
-        config, R, E = plan.layout("keys")
-        if max(R, E) <= config.split:
+            pointers = q, k, v, do, den, delta, dk, dv, sq, sk, dec, runs, back if causal else first, after
+            _launch(plan, ("keys", DK, DV, given, *incoming), pointers, describe)
+
+        incoming = *do.stride(), do.data_ptr() % 16
+        _launch(
+            plan, ("adjoints", *incoming), (q, o, do, den, delta, sq, dec, runs, back, keeps, after), adjoints
+        )
+        _scan_slots(plan, back, keeps, first, chunks, given, True)
+        _launch(
+            plan, ("queries", *incoming), (q, k, v, do, den, delta, dq, sq, sk, dec, runs, slots, sums), queries
+        )
+        if max(plan.R, plan.E) <= plan.configs["keys"].split:
             keys("r", True, True)
         else:
             keys("r", True, False)
             keys("e", False, True)
         if heads > plan.Hkv:
-            dk, dv = (x.view(B, plan.Hkv, -1, m, x.shape[-1]).sum(2) for x in (dk, dv))
+            dk, dv = (x.reshape(B, plan.Hkv, -1, m, x.shape[-1]).sum(2) for x in (dk, dv))
         dS = dz = None
         if ctx.given:
-            dS = first[..., : r * e].view(B, heads, r, e)
+            first = first[: B * heads * plan.slot].view(B, heads, plan.slot)
+            dS = first[..., : r * e].view(B, heads, e, r).mT
             dz = first[..., r * e :] if normalise else None
         return dq, dk, dv, dS, dz, None, None, None, None, None, None, None, None
-
-
-def _or(pointer, other):
-    """Triton wants a pointer even where the kernel never reads it."""
-    return other if pointer is None else pointer

@@ -1,7 +1,7 @@
 """Softmax as a row function.
 
     weights     p = exp(s − lse),  s = cap · tanh(x / cap) + bias,  lse = log(Σ_visible exp(s) + exp(sink))
-    pull back   ds = p ∘ (dp − Σ p ∘ dp)      (the sink takes part of the mass but has no value)
+    pull back   ds = p ∘ (dp − dO·O)         (the sink takes part of the mass but has no value)
 
 A temperature needs no code: it divides scale, cap, bias and sink alike.
 """
@@ -46,8 +46,7 @@ class SoftmaxRows:
             extra = with_axes(self._bias_at(tile.i, tile.j, learned), axes, 2)
             scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
         if tile.mask is not None:
-            hide = scores.masked_fill if scores.requires_grad else scores.masked_fill_
-            scores = hide(~tile.mask, -inf)
+            scores = scores + tile.mask.penalty if scores.requires_grad else scores.add_(tile.mask.penalty)
         if sink is not None:
             sink = pick(with_axes(sink, axes, 0), tile.batch)[..., None, None].to(scores.dtype) / self.temperature
             scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
@@ -61,11 +60,8 @@ class SoftmaxRows:
         """Queries with nothing to attend to, which get zeros (softmax of -inf alone is NaN); None where none is."""
         if bias is not None or self.bias_function is not None:
             dead = scores.detach().amax(-1, keepdim=True) == -inf
-        elif tile.mask is not None:
-            dead = ~tile.mask.any(-1, keepdim=True)
-        else:
-            return None
-        return dead if dead.any() else None
+            return dead if dead.any() else None
+        return None if tile.mask is None else tile.mask.dead
 
     def _bias_at(self, i, j, learned):
         function = self.bias_function
@@ -81,7 +77,5 @@ class SoftmaxRows:
             )
         return extra
 
-    def pull_back(self, weights, grad):
-        if self.softcap is not None:
-            return None
-        return grad.sub_((grad * weights).sum(-1, keepdim=True)).mul_(weights)
+    def pull_back(self, weights, grad, dot):
+        return None if self.softcap is not None else grad.sub_(dot).mul_(weights)

@@ -1,0 +1,243 @@
+"""Multi-head attention: projections around any mechanism.
+
+    q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions where there is a `rope`; c is x itself
+                or the context
+    forward     [A(q, k) v for each head, joined] W_o
+    streaming   the mechanism's own recurrence, with the position of each row's next token beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from heedful.core import Mechanism, RecurrentMechanism, State, group_heads
+from heedful.mechanisms import Softmax
+from heedful.nn.rope import Rope
+from heedful.segments import Segments, resolve
+from heedful.shapes import Float, Int, Tensor
+
+
+class AttentionState(NamedTuple):
+    """What `step` needs: the mechanism's own state, and the position of the next token of each row."""
+
+    inner: State
+    position: Int[Tensor, "*s"]
+
+
+class Attention(nn.Module):
+    """Attention over x (*b, n, embed_dim) by any mechanism; exact causal softmax by default.
+
+    >>> import torch, heedful as h
+    >>> layer = h.nn.Attention(64, heads=8, mechanism=h.Softmax(h.Window(16)), kv_heads=2, rope=h.nn.Rope(8))
+    >>> x = torch.randn(2, 100, 64)
+    >>> layer(x).shape
+    torch.Size([2, 100, 64])
+    >>> out, state = layer.prefill(x[:, :99])
+    >>> last, state = layer.step(state, x[:, 99:])
+    >>> torch.allclose(last, layer(x)[:, 99:], atol=1e-5)
+    True
+
+    mechanism     any Mechanism; Softmax(Full()) for an encoder or for cross-attention
+    kv_heads      heads of k and v (grouped queries, Ainslie et al. 2023, arXiv:2305.13245); `heads` by default. Where
+                  they are fewer, the mechanism sees head axes (kv_heads, heads / kv_heads), and k, v are not copied
+    head_dim      width of a head of q and k; embed_dim / heads by default
+    value_dim     width of a head of v; head_dim by default
+    context_dim   width of the context; embed_dim by default
+    bias          biases in the projections
+    rope          a Rope(head_dim) that turns q and k
+    projection    builds each projection from (width in, width out); by default a learned nn.Linear
+
+    The projections q_proj, k_proj, v_proj, out_proj are plain submodules: assign another to replace one.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        heads: int,
+        mechanism: Mechanism | None = None,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = False,
+        rope: Rope | None = None,
+        projection: Callable[[int, int], nn.Module] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads = {heads}, got {kv_heads}.")
+        if head_dim is None and embed_dim % heads:
+            raise ValueError(f"embed_dim: {embed_dim} is no multiple of heads = {heads}; give head_dim to go without.")
+        if mechanism is not None and not isinstance(mechanism, Mechanism):
+            raise TypeError(
+                f"mechanism: expected a Mechanism such as heedful.Softmax(), got {mechanism!r}. A name becomes one "
+                "with heedful.build(name)."
+            )
+        head_dim = embed_dim // heads if head_dim is None else head_dim
+        value_dim = head_dim if value_dim is None else value_dim
+        if rope is not None and rope.d != head_dim:
+            raise ValueError(f"rope: built for width {rope.d}, expected head_dim = {head_dim}.")
+        self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.context_dim = embed_dim if context_dim is None else context_dim
+        make = projection or partial(nn.Linear, bias=bias, device=device, dtype=dtype)
+        self.q_proj = make(embed_dim, heads * head_dim)
+        self.k_proj = make(self.context_dim, kv_heads * head_dim)
+        self.v_proj = make(self.context_dim, kv_heads * value_dim)
+        self.out_proj = make(heads * value_dim, embed_dim)
+        self.mechanism = Softmax() if mechanism is None else mechanism
+        self.rope = rope
+
+    def forward(
+        self,
+        x: Float[Tensor, "*b n embed"],
+        context: Float[Tensor, "*b m context"] | None = None,
+        *,
+        segments: Segments | None = None,
+    ) -> Float[Tensor, "*b n embed"]:
+        """Attention of x to itself, or to the context.
+
+        segments are those of x, (*b, n); with a context they are a pair, ids of x and ids of the context. Under a
+        pattern that knows positions, and for a rope, x is the last n positions of the context, as after a cache.
+        """
+        self._check(x, context, segments)
+        context = x if context is None else context
+        layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
+        q, k, v = self._project(x, context, layout.query_positions, layout.key_positions)
+        return self._join(self.mechanism(q, k, v, segments=self._with_heads(segments)))
+
+    def prefill(
+        self, x: Float[Tensor, "*b n embed"], *, segments: Int[Tensor, "*s n"] | None = None
+    ) -> tuple[Float[Tensor, "*b n embed"], AttentionState]:
+        """`forward`, and the state after it. No tokens (n = 0) are a start too.
+
+        Under segments each row goes on with its last segment, wherever its padding is.
+        """
+        mechanism = self._recurrent()
+        self._check(x, None, segments)
+        layout = resolve(segments, x.shape[-2], x.shape[-2], x.device)
+        q, k, v = self._project(x, x, layout.query_positions, layout.key_positions)
+        out, inner = mechanism.prefill(q, k, v, segments=self._with_heads(segments))
+        return self._join(out), AttentionState(inner, _length_of_last(layout.key_ids))
+
+    def step(
+        self, state: AttentionState, x: Float[Tensor, "*b 1 embed"]
+    ) -> tuple[Float[Tensor, "*b 1 embed"], AttentionState]:
+        """One token more: its output, and the new state."""
+        mechanism = self._recurrent()
+        self._check(x, None, None)
+        if x.shape[-2] != 1:
+            raise ValueError(f"x: shape {tuple(x.shape)}, expected one token. Likely cause: `prefill` was meant.")
+        here = state.position[..., None]
+        out, inner = mechanism.step(state.inner, *self._project(x, x, here, here))
+        return self._join(out), AttentionState(inner, state.position + 1)
+
+    def _project(self, x, context, query_positions, key_positions):
+        """q, k, v by heads, turned to their positions, grouped."""
+        q = self._split(self.q_proj(x), self.heads)
+        k = self._split(self.k_proj(context), self.kv_heads)
+        v = self._split(self.v_proj(context), self.kv_heads)
+        if self.rope is not None:
+            q, k = self.rope(q, query_positions[..., None, :]), self.rope(k, key_positions[..., None, :])
+        return (q, k, v) if self.kv_heads == self.heads else group_heads(q, k, v)
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(-3, -2)
+
+    def _join(self, out: Tensor) -> Tensor:
+        out = out if self.kv_heads == self.heads else out.flatten(-4, -3)
+        return self.out_proj(out.transpose(-3, -2).flatten(-2))
+
+    def _with_heads(self, segments: Segments | None) -> Segments | None:
+        """Segments with the head axes that the mechanism sees."""
+        axes = (None,) if self.kv_heads == self.heads else (None, None)
+        if isinstance(segments, tuple):
+            return segments[0][..., *axes, :], segments[1][..., *axes, :]
+        return None if segments is None else segments[..., *axes, :]
+
+    def _recurrent(self) -> RecurrentMechanism:
+        if not isinstance(self.mechanism, RecurrentMechanism):
+            raise TypeError(
+                f"mechanism: {self.mechanism!r} has no recurrence, so it can't go token by token; expected a "
+                "RecurrentMechanism. `forward` on the whole sequence works."
+            )
+        return self.mechanism
+
+    def _check(self, x: Tensor, context: Tensor | None, segments: Segments | None) -> None:
+        """Raise an error in the words of this layer, before those of the mechanism."""
+        _check_tokens("x", x, self.embed_dim)
+        if context is not None:
+            _check_tokens("context", context, self.context_dim)
+            if context.shape[:-2] != x.shape[:-2]:
+                raise ValueError(
+                    f"context: batch axes {tuple(context.shape[:-2])}, expected {tuple(x.shape[:-2])} as in x "
+                    f"{tuple(x.shape)}. Likely cause: (tokens, batch, width) instead of (batch, tokens, width)."
+                )
+        elif self.context_dim != self.embed_dim:
+            raise ValueError(
+                f"context: None, expected (*batch, m, {self.context_dim}): this layer was built with context_dim, for "
+                "cross-attention."
+            )
+        if segments is None:
+            return
+        if isinstance(segments, tuple) != (context is not None):
+            given, wanted = ("a pair", "one tensor") if isinstance(segments, tuple) else ("one tensor", "a pair")
+            raise TypeError(
+                f"segments: {given}, expected {wanted}: ids (*batch, n) of x for self-attention, a pair (ids of x, ids "
+                "of the context) for cross-attention."
+            )
+        if isinstance(segments, tuple) and context is not None:
+            _check_ids("segments[0] (of x)", segments[0], x)
+            _check_ids("segments[1] (of the context)", segments[1], context)
+        elif isinstance(segments, Tensor):
+            _check_ids("segments", segments, x)
+
+    def extra_repr(self) -> str:
+        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        return f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+
+
+def _check_tokens(name: str, x: Tensor, width: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: {given}, expected a floating-point tensor (*batch, tokens, {width}).")
+    if x.ndim < 2 or x.shape[-1] != width:
+        raise ValueError(
+            f"{name}: shape {tuple(x.shape)}, expected (*batch, tokens, {width}). Likely cause: a missing token axis, "
+            "or a layer built for another width."
+        )
+
+
+def _check_ids(name: str, ids: Tensor, tokens: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(
+            f"{name}: {given}, expected an integer tensor of segment ids (negative: padding). A boolean mask becomes "
+            "one with heedful.segments.from_mask(mask)."
+        )
+    wanted = tuple(tokens.shape[:-1])
+    axes = zip(reversed(ids.shape[:-1]), reversed(wanted[:-1]), strict=False)
+    if ids.ndim > len(wanted) or ids.shape[-1:] != wanted[-1:] or any(given not in (1, size) for given, size in axes):
+        raise ValueError(
+            f"{name}: shape {tuple(ids.shape)}, expected {wanted}, one id for each token, or fewer batch axes. Likely "
+            "cause: a head axis, which this layer adds itself."
+        )
+
+
+def _length_of_last(ids: Int[Tensor, "*s n"]) -> Int[Tensor, "*s"]:
+    """How many tokens the last segment of each row has; 0 where all is padding."""
+    if not ids.shape[-1]:
+        return ids.sum(-1)
+    index = torch.arange(ids.shape[-1], device=ids.device)
+    last = ids.gather(-1, torch.where(ids >= 0, index, 0).amax(-1, keepdim=True))
+    return ((ids == last) & (ids >= 0)).sum(-1)

@@ -1,0 +1,116 @@
+"""What a mechanism computes: the fast path, the operator and the gradients are those of the matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from heedful.shapes import Tensor
+from heedful.testing.case import Case, Oracle, assert_agrees, dense, oracle, oracles
+
+# One token, two, odd lengths around the usual tile sizes, fewer queries than keys (a cache), and one long sequence.
+SIZES = ((1, 1), (2, 2), (63, 63), (100, 100), (257, 257), (1, 100), (63, 100), (2, 257), (1, 1000), (1000, 1000))
+MORE_QUERIES = ((2, 1), (100, 63), (257, 2))
+
+
+def forward_is_matrix_times_v(case: Case) -> None:
+    """forward(q, k, v) = matrix(q, k) @ v in float64, at every size and with fewer queries than keys."""
+    mechanism = case.mechanism()
+    for n, m in (*SIZES, *(MORE_QUERIES if case.takes_more_queries_than_keys else ())):
+        if max(n, m) > case.length:
+            continue
+        q, k, v = case.draw(n, m, seed=n * 2000 + m, batch=() if m == 1000 else (2,))
+        want = oracle(lambda *x: dense(mechanism, *x), q, k, v, terms=m + case.d)
+        assert_agrees(
+            mechanism(q, k, v),
+            want,
+            f"forward = matrix · v at n = {n}, m = {m}",
+            "causal alignment is not bottom-right" if n < m else "the fast path and the definition differ",
+        )
+
+
+def outputs_add_up_with_the_values(case: Case) -> None:
+    """forward(q, k, a·v₁ + b·v₂) = a·forward(q, k, v₁) + b·forward(q, k, v₂)."""
+    mechanism = case.mechanism()
+    for n, m in ((7, 7), (20, 100)):
+        q, k, v1 = case.draw(n, m, seed=1)
+        v2 = 10 * case.draw(n, m, seed=2)[2]
+        want = oracle(lambda *x: 2 * mechanism(*x[:3]) - 3 * mechanism(x[0], x[1], x[3]), q, k, v1, v2, terms=m + case.d)
+        assert_agrees(
+            mechanism(q, k, 2 * v1 - 3 * v2),
+            want,
+            f"superposition in v at n = {n}, m = {m}",
+            "the output is no linear function of v: values are clipped, normalised, or enter the weights",
+        )
+
+
+def operator_is_the_matrix(case: Case) -> None:
+    """A @ x, A.mT @ y, rows and to_dense are those of matrix(q, k), for vectors, many columns and wider batches."""
+    mechanism = case.mechanism()
+    ids = torch.tensor([0] * 11 + [1] * 20 + [-1] * 2)
+    for n, m, segments in ((33, 33, None), (9, 63, None), (33, 33, ids)):
+        q, k, _ = case.draw(n, m, seed=3)
+        where = f"n = {n}, m = {m}{'' if segments is None else ', packed'}"
+        with torch.no_grad():  # where measurements run; the adjoint must find its gradient all the same
+            A = mechanism.operator(q, k, segments=segments)
+            _products_agree(A, mechanism.matrix(q, k, segments=segments), where)
+            _parts_agree(A, mechanism.matrix(q, k, segments=segments), where)
+
+
+def _products_agree(A, full: Tensor, where: str) -> None:
+    n, m = full.shape[-2:]
+    generator = torch.Generator().manual_seed(4)
+    for columns, batch in ((1, full.shape[:-2]), (3, ()), (40, full.shape[:-2]), (2, (3, *full.shape[:-2])), (None, ())):
+        tail = () if columns is None else (columns,)
+        x, y = (torch.randn(*batch, size, *tail, generator=generator, dtype=full.dtype) for size in (m, n))
+        shape = f"{where}, x {tuple(x.shape)}"
+        forth = oracle(lambda a, b: a @ b, full, x, terms=m + n)
+        back = oracle(lambda a, b: a.mT @ b, full, y, terms=m + n)
+        Ax, Ay = A @ x, A.mT @ y
+        assert_agrees(Ax, forth, f"A @ x = matrix @ x at {shape}", "products() applies another matrix")
+        assert_agrees(Ay, back, f"A.mT @ y = matrix.mT @ y at {shape}", "products() has a wrong adjoint")
+        if columns is not None:
+            left, right = (Ax * y).sum(), (x * Ay).sum()
+            bound = (forth.bound + back.bound) * max(Ax.numel(), Ay.numel())
+            assert_agrees(left, Oracle(right, bound), f"⟨A x, y⟩ = ⟨x, Aᵀ y⟩ at {shape}", "a wrong adjoint")
+
+
+def _parts_agree(A, full: Tensor, where: str) -> None:
+    n, m = full.shape[-2:]
+    exact = oracle(lambda a: a.clone(), full, terms=m + n)
+    assert tuple(A.shape) == tuple(full.shape), f"operator.shape at {where}: {A.shape}, expected {tuple(full.shape)}."
+    assert tuple(A.mT.shape) == tuple(full.mT.shape), f"operator.mT.shape at {where}: {A.mT.shape}."
+    assert_agrees(A.to_dense(), exact, f"to_dense() = matrix at {where}", "a different definition")
+    assert_agrees(A.mT.mT.to_dense(), exact, f"A.mT.mT = A at {where}", "a transpose too many")
+    for index in ([0, n // 2, n - 1], slice(1, None, 3), torch.tensor([n - 1])):
+        want = Oracle(full[..., index, :], exact.bound)
+        assert_agrees(A.rows(index), want, f"rows({index}) = matrix[{index}] at {where}", "a wrong adjoint")
+
+
+def gradients_are_those_of_the_matrix(case: Case) -> None:
+    """Gradients in q, k, v and in every parameter equal those of matrix(q, k) @ v."""
+    mechanism = case.mechanism()
+    names = [name for name, p in mechanism.named_parameters() if p.requires_grad]
+    parameters = [p for p in mechanism.parameters() if p.requires_grad]
+    ids = torch.tensor([0] * 20 + [1] * 25 + [-1] * 5 + [2] * 50)
+    for n, m, segments in ((100, 100, None), (20, 63, None), (100, 100, ids)):
+        q, k, v = case.draw(n, m, seed=5)
+        weight = case.draw(n, e=case.e, seed=6)[2]
+
+        def gradients(call, q, k, v, weight=weight):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            wanted = [*leaves, *parameters]
+            return torch.autograd.grad(call(*leaves), wanted, weight, allow_unused=True, materialize_grads=True)
+
+        want = oracles(
+            lambda *x, s=segments: gradients(lambda q, k, v: dense(mechanism, q, k, v, s), *x),
+            *(q, k, v),
+            terms=n + m + case.d,
+        )
+        got = gradients(lambda q, k, v, s=segments: mechanism(q, k, v, segments=s), q, k, v)
+        for name, one, other in zip(["q", "k", "v", *names], got, want, strict=True):
+            assert_agrees(
+                one,
+                other,
+                f"gradient in {name} at n = {n}, m = {m}{'' if segments is None else ', packed'}",
+                "a hand-written backward pass is wrong, or a tensor was detached",
+            )

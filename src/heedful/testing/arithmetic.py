@@ -1,0 +1,139 @@
+"""Arithmetic: low precision, large logits, rows with nothing to see, memory that nobody wrote."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from heedful.core import RecurrentMechanism
+from heedful.segments import from_lengths
+from heedful.testing.case import Case, assert_agrees, assert_zero, dense, oracle, with_gradients
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def precision_is_no_worse_than_naive(case: Case) -> None:
+    """In every precision, output and gradients err at most twice as much as matrix(q, k) @ v does in that precision.
+
+    The reference is float64 on the same rounded inputs (so float64 itself is only asked for its dtype; its error is
+    the first check's). The floor is two units in the last place of the largest number: rounding the exact result costs
+    half of one, and the naive computation may be lucky.
+    """
+    n = min(200, case.length)
+    for dtype in DTYPES:
+        mechanism, exact = case.mechanism(dtype), case.mechanism(dtype).to(torch.float64)
+        inputs = case.draw(n, seed=1, dtype=dtype)
+        weight = case.draw(n, seed=2, dtype=dtype)[2]
+        got = with_gradients(mechanism, inputs, weight)
+        naive = with_gradients(lambda *x, a=mechanism: dense(a, *x), inputs, weight)
+        want = with_gradients(lambda *x, a=exact: dense(a, *x), [x.double() for x in inputs], weight.double())
+        for name, one, plain, truth in zip(("output", "grad q", "grad k", "grad v"), got, naive, want, strict=True):
+            assert one.dtype == dtype, f"{name} of {dtype} inputs: {one.dtype}, expected the dtype of the inputs."
+            if dtype == torch.float64:
+                continue
+            error, allowed = ((x.double() - truth).abs().max().item() for x in (one, plain))
+            floor = 2 * torch.finfo(dtype).eps * truth.abs().max().item()
+            assert error <= max(2 * allowed, floor), (
+                f"{name} in {dtype} at n = {n}: error {error:.1e} against float64; naive arithmetic errs {allowed:.1e}, "
+                f"two units in the last place are {floor:.1e}. Likely cause: sums are accumulated in {dtype} instead of "
+                "float32, or features are rounded before they are used."
+            )
+
+
+def inputs_are_left_alone(case: Case) -> None:
+    """q, k and v are the same after a call as before it."""
+    for dtype in DTYPES:
+        mechanism = case.mechanism(dtype)
+        inputs = case.draw(33, seed=3, dtype=dtype)
+        before = [x.clone() for x in inputs]
+        mechanism(*inputs)
+        mechanism.matrix(*inputs[:2])
+        mechanism(*inputs, segments=from_lengths(torch.tensor([33, 20]), 33)[:, None])
+        A = mechanism.operator(*inputs[:2])
+        A @ inputs[2], A.mT @ inputs[2]
+        if isinstance(mechanism, RecurrentMechanism):
+            mechanism.step(mechanism.prefill(*inputs)[1], *(x[..., -1:, :] for x in inputs))
+        for name, x, old in zip("qkv", inputs, before, strict=True):
+            assert torch.equal(x, old), f"{name} was changed in place by a call in {dtype}. Likely cause: an `op_` on a view."
+
+
+def large_logits_stay_finite(case: Case) -> None:
+    """Scores up to ±10⁴ are right in float64; outputs and gradients are finite in float32 and bfloat16."""
+    n = 40
+    q, k, v = case.draw(n, seed=4)
+    largest = (q @ k.mT).abs().max() * case.d**-0.5
+    q, k = (x * (1e4 / largest).sqrt() for x in (q, k))
+    cause = "exp() of scores that were not lowered by their row's maximum, or scores that are clipped"
+    exact = case.mechanism()
+    want = oracle(lambda *x: dense(exact, *x), q, k, v, terms=n + case.d)
+    assert_agrees(exact(q, k, v), want, "forward = matrix · v with scores up to 10⁴", cause)
+    for dtype in (torch.float32, torch.bfloat16):
+        mechanism = case.mechanism(dtype)
+        results = with_gradients(mechanism, [x.to(dtype) for x in (q, k, v)], torch.ones_like(v, dtype=dtype))
+        for name, x in zip(("output", "grad q", "grad k", "grad v"), results, strict=True):
+            bad = int((~torch.isfinite(x)).sum())
+            assert not bad, f"{name} with scores up to 10⁴ in {dtype}: {bad} numbers are not finite. Likely cause: {cause}."
+
+
+def masked_rows_are_zero(case: Case) -> None:
+    """A query with nothing to attend to gets zeros and passes no gradient on, in every precision."""
+    n = 9
+    nothing = torch.full((n,), -1)
+    alone = (torch.arange(n), torch.arange(n) + n)
+    for dtype in DTYPES:
+        mechanism = case.mechanism(dtype)
+        for name, segments in (("all padding", nothing), ("no key of its segment", alone)):
+            inputs = [x.requires_grad_() for x in case.draw(n, seed=5, dtype=dtype)]
+            out = mechanism(*inputs, segments=segments)
+            cause = "a softmax over -inf alone, or a division by an empty normaliser"
+            assert_zero(out, f"the output, {name}, {dtype}", cause)
+            assert_zero(mechanism.matrix(*inputs[:2], segments=segments), f"the matrix, {name}, {dtype}", cause)
+            grads = torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True, materialize_grads=True)
+            for letter, grad in zip("qkv", grads, strict=True):
+                assert_zero(grad, f"the gradient in {letter}, {name}, {dtype}", cause)
+
+
+def every_output_is_written(case: Case) -> None:
+    """With fresh memory full of NaN, results are finite and right: nothing is left as torch.empty made it."""
+    mechanism = case.mechanism()
+    ids = torch.tensor([0] * 20 + [-1] * 13 + [1] * 30)
+    cause = "torch.empty leaves rows that no tile, chunk or segment writes"
+    for n, m, segments in ((63, 63, None), (21, 63, None), (63, 63, ids), (0, 5, None)):
+        inputs = case.draw(n, m, seed=6)
+        weight = case.draw(n, seed=7)[2]
+
+        def results(*x, segments=segments, weight=weight):
+            return with_gradients(lambda *y: mechanism(*y, segments=segments), x, weight)
+
+        clean = results(*inputs)
+        with poisoned_memory():
+            poisoned = results(*inputs)
+        for name, one, other in zip(("output", "grad q", "grad k", "grad v"), poisoned, clean, strict=True):
+            want = oracle(lambda x: x, other, terms=n + m)
+            assert_agrees(one, want, f"{name} at n = {n}, m = {m} in poisoned memory", cause)
+    if isinstance(mechanism, RecurrentMechanism):
+        q, k, v = case.draw(20, seed=8)
+        with poisoned_memory():
+            state = mechanism.prefill(*(x[..., :19, :] for x in (q, k, v)))[1]
+            last, _ = mechanism.step(state, *(x[..., 19:, :] for x in (q, k, v)))
+        want = oracle(lambda *x: dense(mechanism, *x)[..., -1:, :], q, k, v, terms=20 + case.d)
+        assert_agrees(last, want, "a step after prefill in poisoned memory", "part of the state was never written")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside this block torch.empty returns NaN."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an operation without a deterministic form is no fault here
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -1,0 +1,173 @@
+"""Space: batch mates, padding, packing, empty sequences, strides and broadcast axes change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from heedful.segments import Segments, from_lengths
+from heedful.shapes import Tensor
+from heedful.testing.case import (
+    Case,
+    assert_agrees,
+    assert_same,
+    assert_zero,
+    dense,
+    oracle,
+    oracles,
+    separate,
+    with_gradients,
+)
+
+GARBAGE = 1e4
+
+
+def batch_mates_are_independent(case: Case) -> None:
+    """Changing one batch entry leaves the others bit-equal."""
+    n = min(200, case.length)
+    for dtype in (torch.float64, torch.float32):
+        mechanism = case.mechanism(dtype)
+        inputs = case.draw(n, seed=1, batch=(3,), dtype=dtype)
+        others = [5 * x for x in case.draw(n, seed=2, batch=(3,), dtype=dtype)]
+        mixed = [torch.cat([x[:1], y[1:2], x[2:]]) for x, y in zip(inputs, others, strict=True)]
+        out, changed = mechanism(*inputs), mechanism(*mixed)
+        for row in (0, 2):
+            assert_same(
+                changed[row],
+                out[row],
+                f"row {row} of 3 after row 1 was changed, {dtype}",
+                "a maximum, a mean or an initial value is taken over the batch",
+            )
+
+
+def padded_and_packed_equal_separate(case: Case) -> None:
+    """Padding on either side, packing and interleaving give, row for row, what the separate sequences give."""
+    mechanism = case.mechanism()
+    for name, n, m, segments, query_ids, key_ids in _layouts(case):
+        q, k, v = case.draw(n, m, seed=3, batch=(len(query_ids),))
+        want = oracle(lambda *x, a=query_ids, b=key_ids: separate(mechanism, *x, a, b), q, k, v, terms=m + case.d)
+        cause = "padding or a neighbour enters a normaliser (mask the keys, not only the values), or positions are absolute"
+        assert_agrees(mechanism(q, k, v, segments=segments), want, f"forward under {name}", cause)
+        assert_agrees(dense(mechanism, q, k, v, segments), want, f"matrix under {name}", cause)
+        assert_zero(mechanism(q, k, v, segments=segments).mT[..., _padding(query_ids)], f"padded queries, {name}", cause)
+
+
+def padding_has_no_say(case: Case) -> None:
+    """Garbage in padded positions changes nothing, and no gradient reaches them."""
+    mechanism, n = case.mechanism(), 12
+    for side in ("left", "right"):
+        ids = from_lengths(torch.tensor([0, 1, 7, 12]), n, padding=side)
+        hidden = (ids < 0)[:, None, :, None]
+        inputs = case.draw(n, seed=4, batch=(4,))
+        weight = case.draw(n, seed=5, batch=(4,))[2]
+
+        def results(*x, ids=ids, weight=weight):
+            return with_gradients(lambda *y: mechanism(*y, segments=ids[:, None]), x, weight)
+
+        want = oracles(results, *inputs, terms=n + case.d)
+        dirty = results(*(torch.where(hidden, GARBAGE * x.sign(), x) for x in inputs))
+        for what, one, clean in zip(("the output", "grad q", "grad k", "grad v"), dirty, want, strict=True):
+            cause = "weights of padded keys are made small instead of zero, or padding enters a maximum"
+            assert_agrees(one, clean, f"{what} with {GARBAGE:g} in {side} padding", cause)
+            assert_zero(one[hidden.expand_as(one)], f"{what} at {side} padding", "the mask is applied after the product")
+
+
+def empty_sequences_work(case: Case) -> None:
+    """No queries, no keys, no batch, one value column: shapes as usual, zeros where there is nothing to see."""
+    mechanism = case.mechanism()
+    sizes = [(0, 0, (2,), case.e), (0, 5, (2,), case.e), (4, 4, (0,), case.e), (5, 5, (2,), 1), (4, 4, (2,), 0)]
+    if case.takes_more_queries_than_keys:
+        sizes.append((5, 0, (2,), case.e))
+    for n, m, batch, e in sizes:
+        inputs = case.draw(n, m, seed=6, batch=batch, e=e)
+        where = f"n = {n}, m = {m}, e = {e}, batch {batch}"
+        out, *grads = with_gradients(mechanism, inputs, torch.ones(*batch, case.heads, n, e))
+        want = oracle(lambda *x: dense(mechanism, *x), *inputs, terms=m + case.d)
+        assert_agrees(out, want, f"forward = matrix · v at {where}", "an empty axis was not expected")
+        for name, x, grad in zip("qkv", inputs, grads, strict=True):
+            fine = grad.shape == x.shape and bool(torch.isfinite(grad).all())
+            assert fine, f"gradient in {name} at {where}: shape {tuple(grad.shape)}, expected finite {tuple(x.shape)}."
+        if m == 0:
+            assert_zero(out, f"the output at {where}", "a softmax over no keys")
+
+
+def strides_do_not_matter(case: Case) -> None:
+    """Transposed, strided and expanded inputs give what contiguous ones give, gradients too."""
+    mechanism, n = case.mechanism(), 37
+    plain = case.draw(n, seed=7)
+    weight = case.draw(n, seed=8)[2]
+    shared = [x[:1, :1].expand_as(x) for x in plain]
+    views = {
+        "token axis first": [x.movedim(-2, 0).contiguous().movedim(0, -2) for x in plain],
+        "width before tokens": [x.mT.contiguous().mT for x in plain],
+        "every second token": [torch.stack([x, x], -2).flatten(-3, -2)[..., ::2, :] for x in plain],
+        "an offset into a wider tensor": [torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]] for x in plain],
+        "stride 0": shared,
+        "stride 0 keys": [plain[0], shared[1], plain[2]],
+        "stride 0 tokens": [x[..., :1, :].expand_as(x) for x in plain],
+    }
+
+    def results(*inputs: Tensor) -> list[Tensor]:
+        return with_gradients(mechanism, inputs, weight)
+
+    for name, inputs in views.items():
+        want = oracles(results, *(x.contiguous() for x in inputs), terms=n + case.d)
+        for what, one, other in zip(("output", "grad q", "grad k", "grad v"), results(*inputs), want, strict=True):
+            assert_agrees(one, other, f"{what} from {name}", "memory is read in order instead of by strides")
+
+
+def batch_axes_broadcast(case: Case) -> None:
+    """Batch axes of size 1 or absent serve all: shared keys, grouped queries, shared queries, shared values."""
+    mechanism, n, h = case.mechanism(), 21, case.heads
+    shapes = {
+        "one key head for all": ((2, h), (2, 1), (2, 1)),
+        "one key batch for all": ((3, h), (1, h), (1, h)),
+        "grouped queries": ((2, 3, h), (2, 1, h), (2, 1, h)),
+        "queries without batch axes": ((h,), (2, h), (2, h)),
+        "shared values": ((2, h), (2, h), (1,)),
+        "shared queries": ((1, h), (2, h), (2, h)),
+    }
+    for name, axes in shapes.items():
+        generator = torch.Generator().manual_seed(9)
+        widths = (case.d, case.d, case.e)
+        small = [
+            torch.randn(*b, n, w, generator=generator, dtype=torch.float64) for b, w in zip(axes, widths, strict=True)
+        ]
+        batch = torch.broadcast_shapes(*axes)
+        weight = torch.randn(*batch, n, case.e, generator=generator, dtype=torch.float64)
+
+        def wide(q, k, v, batch=batch):
+            return dense(mechanism, *(x.expand(*batch, *x.shape[-2:]) for x in (q, k, v)))
+
+        want = oracles(lambda *x, w=weight: with_gradients(wide, x, w), *small, terms=n * sum(batch))
+        got = with_gradients(mechanism, small, weight)
+        shape = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", small, strict=True))
+        for what, one, other in zip(("output", "grad q", "grad k", "grad v"), got, want, strict=True):
+            assert_agrees(one, other, f"{what} with {name}: {shape}", "batch axes are flattened before they are broadcast")
+
+
+def _padding(ids: Tensor) -> Tensor:
+    """Positions that are padding in every row, so that one index serves all."""
+    return (ids < 0).all(0).nonzero()[:, 0]
+
+
+def _layouts(case: Case) -> Iterator[tuple[str, int, int, Segments, Tensor, Tensor]]:
+    """Name, n, m, segments as the caller gives them, and ids of queries and keys, one row for each batch entry."""
+    lengths = torch.tensor([0, 1, 7, 12])
+    right, left = from_lengths(lengths, 12), from_lengths(lengths, 12, padding="left")
+    packed = torch.tensor([0] * 7 + [1] + [2] * 12 + [-1] * 3)
+    mixed = torch.tensor([[0, 1, -1] * 5 + [2], [5, 5, 0, -1] * 4, [-1] * 16])
+    long = torch.tensor([[0] * 150 + [1] * 60 + [2] * 47, [-1] * 57 + [4] * 200])
+    yield "right padding", 12, 12, right[:, None], right, right
+    yield "left padding", 12, 12, left[:, None], left, left
+    yield "packing, segments (n,)", 23, 23, packed, packed.expand(2, -1), packed.expand(2, -1)
+    yield "packing in int32", 23, 23, packed.int(), packed.expand(2, -1), packed.expand(2, -1)
+    yield "interleaved segments", 16, 16, mixed[:, None], mixed, mixed
+    if case.length >= 257:
+        yield "packing of 257 tokens", 257, 257, long[:, None], long, long
+    yield "fewer queries than keys, left padding", 5, 12, left[:, None], left[:, -5:], left
+    yield "fewer queries than keys, packing", 15, 23, packed, packed[-15:].expand(2, -1), packed.expand(2, -1)
+    queries, keys = torch.tensor([0, 0, 1, -1, 2]), torch.tensor([1, 0, 0, 0, -1, 1, 7])
+    yield "a pair of ids", 5, 7, (queries, keys), queries.expand(2, -1), keys.expand(2, -1)
+    yield "a pair of ids (B, 1, ·)", 12, 12, (right[:, None], right[:, None]), right, right

@@ -1,0 +1,205 @@
+"""What the checks share: a mechanism under test, inputs drawn from explicit seeds, and a tolerance that is derived.
+
+    tolerance   16 · |f(x moved by one rounding) − f(x)| + 4 · terms · eps · max |f(x)|
+
+f is the definition in float64. The first part is its own sensitivity, seen by moving every input by one unit in the
+last place; the second bounds the rounding of sums of that many terms. So an ill-conditioned mechanism gets the slack
+that its mathematics needs and no other does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from heedful.core import Mechanism, RecurrentMechanism
+from heedful.patterns import Full, Pattern
+from heedful.segments import Segments
+from heedful.shapes import Float, Int, Tensor
+
+
+class DoesNotApply(Exception):
+    """The law says nothing about this mechanism; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism under test and the sizes to test it at.
+
+    build    a function without arguments that returns the mechanism, or the mechanism itself (it is copied)
+    length   the longest sequence that it takes
+    large    the same with options for a sequence of `length`, for the check of its cost; `build` where not given
+    """
+
+    build: Callable[[], Mechanism] | Mechanism
+    d: int = 8
+    e: int = 6
+    heads: int = 2
+    length: int = 2048
+    large: Callable[[], Mechanism] | Mechanism | None = None
+
+    def mechanism(self, dtype: torch.dtype = torch.float64, *, seed: int = 0) -> Mechanism:
+        """A new instance in that precision; any random initialisation follows the seed."""
+        return _built(self.build, seed).to(dtype).eval()
+
+    def full_size(self) -> Mechanism:
+        """A new instance in float32 with the options of real use."""
+        return _built(self.build if self.large is None else self.large, 0).to(torch.float32).eval()
+
+    def recurrent(self, dtype: torch.dtype = torch.float64) -> RecurrentMechanism:
+        """A new instance, where the mechanism can go token by token."""
+        mechanism = self.mechanism(dtype)
+        if not isinstance(mechanism, RecurrentMechanism):
+            raise DoesNotApply(f"{type(mechanism).__name__} is no RecurrentMechanism")
+        return mechanism
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        return self.mechanism().pattern
+
+    @property
+    def takes_more_queries_than_keys(self) -> bool:
+        """Only where every query sees every key do positions, and so the alignment, not matter."""
+        return isinstance(self.pattern, Full)
+
+    def require_causal(self) -> None:
+        if not self.pattern.is_causal:
+            raise DoesNotApply(f"{self.pattern!r} lets queries see later keys")
+
+    def draw(
+        self,
+        n: int,
+        m: int | None = None,
+        *,
+        seed: int,
+        batch: tuple[int, ...] = (2,),
+        e: int | None = None,
+        dtype: torch.dtype = torch.float64,
+        spread: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gaussian q (*batch, heads, n, d), k (…, m, d) and v (…, m, e)."""
+        m = n if m is None else m
+        shapes = (n, self.d), (m, self.d), (m, self.e if e is None else e)
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(*batch, self.heads, *s, generator=generator, dtype=torch.float64) for s in shapes)
+        return (q * spread).to(dtype), (k * spread).to(dtype), v.to(dtype)
+
+
+def _built(build: Callable[[], Mechanism] | Mechanism, seed: int) -> Mechanism:
+    if isinstance(build, Mechanism):
+        return copy.deepcopy(build)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mechanism = build()
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(f"build: expected a function that returns a heedful.Mechanism, got {type(mechanism).__name__}.")
+    return mechanism
+
+
+def dense(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
+    """The oracle: the definition, then one matrix product."""
+    return mechanism.matrix(q, k, segments=segments) @ v
+
+
+def separate(
+    mechanism: Mechanism,
+    q: Float[Tensor, "B *h n d"],
+    k: Float[Tensor, "B *h m d"],
+    v: Float[Tensor, "B *h m e"],
+    query_ids: Int[Tensor, "B n"],
+    key_ids: Int[Tensor, "B m"],
+) -> Float[Tensor, "B *h n e"]:
+    """The oracle of padding and packing: each segment taken out of its batch and attended to alone."""
+    rows = []
+    for at, (ids, among) in enumerate(zip(query_ids, key_ids, strict=True)):
+        out = torch.zeros(*q.shape[1:-1], v.shape[-1], dtype=v.dtype)
+        for segment in ids[ids >= 0].unique().tolist():
+            here, there = (ids == segment).nonzero()[:, 0], (among == segment).nonzero()[:, 0]
+            if len(there):
+                part = dense(mechanism, q[at][..., here, :], k[at][..., there, :], v[at][..., there, :])
+                out = out.index_copy(-2, here, part)
+        rows.append(out)
+    return torch.stack(rows)
+
+
+def with_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+    """The output of a call, and the gradients of ⟨output, weight⟩ in its inputs (zeros where one has no say)."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = call(*leaves)
+    grads = torch.autograd.grad(out, leaves, weight.to(out.dtype), allow_unused=True, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A value and how far rounding may take another computation of it away."""
+
+    value: Tensor
+    bound: float
+
+
+def oracles(function: Callable[..., Sequence[Tensor]], *inputs: Tensor, terms: int) -> list[Oracle]:
+    """What `function` of float64 inputs returns, each result with its tolerance (see the top of this file)."""
+    eps = torch.finfo(torch.float64).eps
+    generator = torch.Generator().manual_seed(0)
+    values = function(*inputs)
+    moved = function(*(x * (1 + eps * torch.randn(x.shape, generator=generator, dtype=x.dtype)) for x in inputs))
+    found = []
+    for value, other in zip(values, moved, strict=True):
+        if not torch.isfinite(value).all():
+            raise AssertionError(
+                f"the definition itself is not finite: matrix(q, k) @ v holds {int((~torch.isfinite(value)).sum())} NaN "
+                "or infinite numbers. Likely cause: a row without visible keys is divided by zero."
+            )
+        bound = 16 * _largest(other - value) + 4 * terms * eps * _largest(value)
+        found.append(Oracle(value.detach(), bound))
+    return found
+
+
+def oracle(function: Callable[..., Tensor], *inputs: Tensor, terms: int) -> Oracle:
+    """`oracles` for a function with one result."""
+    return oracles(lambda *given: [function(*given)], *inputs, terms=terms)[0]
+
+
+def assert_agrees(got: Tensor, want: Oracle, law: str, cause: str) -> None:
+    """Raise an error that says which law broke, how far off the result is, and the likely cause."""
+    if got.shape != want.value.shape:
+        raise AssertionError(f"{law}: shape {tuple(got.shape)}, expected {tuple(want.value.shape)}. Likely cause: {cause}.")
+    if got.dtype != want.value.dtype:
+        raise AssertionError(f"{law}: dtype {got.dtype}, expected {want.value.dtype}. Likely cause: {cause}.")
+    got = got.detach()
+    if not torch.isfinite(got).all():
+        count = int((~torch.isfinite(got)).sum())
+        raise AssertionError(f"{law}: {count} of {got.numel()} numbers are NaN or infinite. Likely cause: {cause}.")
+    gap = (got - want.value).abs()
+    if _largest(gap) > want.bound:
+        first = tuple((gap > want.bound).nonzero()[0].tolist())
+        raise AssertionError(
+            f"{law}: off by {_largest(gap):.1e} where rounding explains {want.bound:.1e}; first at {first}, "
+            f"{got[first].item():.6g} instead of {want.value[first].item():.6g}. Likely cause: {cause}."
+        )
+
+
+def assert_same(got: Tensor, want: Tensor, law: str, cause: str) -> None:
+    """Bit for bit."""
+    if got.shape != want.shape or not torch.equal(got, want):
+        gap = f"off by {_largest((got - want).detach()):.1e}" if got.shape == want.shape else f"shape {tuple(got.shape)}"
+        raise AssertionError(f"{law}: {gap}, expected bit-equal {tuple(want.shape)}. Likely cause: {cause}.")
+
+
+def assert_zero(x: Tensor, law: str, cause: str) -> None:
+    """Exactly, and not NaN."""
+    if not (x == 0).all():
+        wrong = x[x != 0]
+        raise AssertionError(
+            f"{law}: {wrong.numel()} of {x.numel()} numbers are not zero ({wrong[0].item():.3g} for one). "
+            f"Likely cause: {cause}."
+        )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
