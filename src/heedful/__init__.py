@@ -1,6 +1,6 @@
 """heedful measures the structure of Transformer attention, and puts it to work."""
 
-from heedful import segments
+from heedful import nn, segments, testing
 from heedful.core import (
     Cost,
     Dims,
@@ -51,6 +51,8 @@ __all__ = [
     "check_finite",
     "group_heads",
     "identity",
+    "nn",
     "relu2",
     "segments",
+    "testing",
 ]

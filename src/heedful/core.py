@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
@@ -22,7 +21,7 @@ from torch import nn
 
 from heedful.operator import AttentionOperator
 from heedful.patterns import Full, Pattern
-from heedful.segments import Segments
+from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
 
 State = Any
@@ -164,21 +163,24 @@ class RecurrentMechanism(Mechanism):
         """`forward`, and the state after it. Under `segments`, steps go on with the last segment of each row."""
 
 
-_finite_required: ContextVar[bool] = ContextVar("heedful_check_finite", default=False)
+_finite_required = False  # a global, which torch.compile can follow
 
 
 @contextmanager
 def check_finite(enabled: bool = True) -> Iterator[None]:
     """Inside this block, NaN or infinity in q, k or v is an error instead of a silent flood.
 
+    >>> import torch, heedful
+    >>> q, k, v = torch.randn(3, 10, 4).unbind()
     >>> with heedful.check_finite():
-    ...     heedful.Softmax()(q, k, v)
+    ...     out = heedful.Softmax()(q, k, v)
     """
-    token = _finite_required.set(enabled)
+    global _finite_required
+    before, _finite_required = _finite_required, enabled
     try:
         yield
     finally:
-        _finite_required.reset(token)
+        _finite_required = before
 
 
 def check_inputs(
@@ -212,7 +214,9 @@ def check_inputs(
         )
     if segments is not None:
         _check_segments(segments, q, k)
-    if _finite_required.get():
+        if isinstance(segments, tuple) and pattern is not None and not isinstance(pattern, Full):
+            _check_alignment(segments, n, m, pattern)
+    if _finite_required:
         _check_finite(named)
 
 
@@ -267,8 +271,8 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
             )
         if ids.ndim < 1 or ids.shape[-1] != length:
             raise ValueError(
-                f"{name}: shape {_shape(ids)}, expected (*batch, {length}), one id for each token. Likely cause: with a "
-                "cache, segments must cover the cached keys too."
+                f"{name}: shape {_shape(ids)}, expected (*batch, {length}), one id for each token. Likely cause: with "
+                "a cache, segments must cover the cached keys too."
             )
         try:
             fits = torch.broadcast_shapes(ids.shape[:-1], batch) == batch
@@ -281,6 +285,16 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
             )
 
 
+def _check_alignment(segments: tuple[Tensor, Tensor], n: int, m: int, pattern: Pattern) -> None:
+    layout = resolve(segments, n, m)
+    early = (layout.query_ids >= 0) & (layout.query_positions < 0)
+    if early.any() and torch.isin(layout.query_ids[early], layout.key_ids).any():
+        raise ValueError(
+            f"segments: a segment has more queries than keys under {pattern!r}, expected at most as many: the queries "
+            "are its last positions. Likely cause: cross-attention with a causal mechanism (use Full())."
+        )
+
+
 def _check_finite(named: dict[str, Tensor]) -> None:
     for name, x in named.items():
         bad = ~torch.isfinite(x)
@@ -288,8 +302,8 @@ def _check_finite(named: dict[str, Tensor]) -> None:
             first = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
                 f"{name}: {int(bad.sum())} of {x.numel()} entries are NaN or infinite, the first at {first} "
-                f"({x[first].item()}). Expected finite input under heedful.check_finite(). Likely cause: overflow in an "
-                "earlier layer (float16 ends at 65504), or uninitialised memory in padding."
+                f"({x[first].item()}). Expected finite input under heedful.check_finite(). Likely cause: overflow in "
+                "an earlier layer (float16 ends at 65504), or uninitialised memory in padding."
             )
 
 
@@ -303,6 +317,7 @@ def group_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     Query head h belongs to group h // (H / groups). The result has one more batch axis; `out.flatten(-4, -3)`
     joins the heads again.
 
+    >>> import torch
     >>> q, kv = torch.randn(2, 8, 10, 4), torch.randn(2, 2, 10, 4)
     >>> [tuple(x.shape) for x in group_heads(q, kv, kv)]
     [(2, 2, 4, 10, 4), (2, 2, 1, 10, 4), (2, 2, 1, 10, 4)]

@@ -40,7 +40,7 @@ class AttentionOperator:
         self._adjoint = adjoint
         self._dense = dense
 
-    def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, "m"]) -> Tensor:
+    def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}.")
@@ -64,7 +64,7 @@ class AttentionOperator:
             (*batch, m, n), self.dtype, self.device, self._adjoint, self._apply, lambda: self._dense().mT
         )
 
-    def rows(self, index: Int[Tensor, "r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
+    def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
         """The chosen rows of A, by the adjoint on unit vectors."""
         index = torch.arange(self.shape[-2], device=self.device)[index]
         unit = torch.zeros(self.shape[-2], len(index), dtype=self.dtype, device=self.device)

@@ -51,6 +51,10 @@ class Pattern(ABC):
         """From this query position on, blocks of queries of the same shape have the same mask; None: never."""
         return None
 
+    def clear_until(self, lo: int) -> int:
+        """Every query at position lo or later sees every key before this position."""
+        return 0
+
     def spans(self, lo: int, hi: int, m: int) -> list[Span]:
         """Sorted, disjoint intervals of [0, m) holding every key that a query in [lo, hi) may see.
 
@@ -68,9 +72,7 @@ class Pattern(ABC):
         for lo in range(m - n, m, 512):
             hi = min(lo + 512, m)
             i = torch.arange(lo, hi)[:, None]
-            total += sum(
-                int(self.allows(i, torch.arange(start, stop)).sum()) for start, stop in self.spans(lo, hi, m)
-            )
+            total += sum(int(self.allows(i, torch.arange(start, stop)).sum()) for start, stop in self.spans(lo, hi, m))
         return total
 
     def __and__(self, other: Pattern) -> Pattern:
@@ -102,6 +104,9 @@ class Causal(Pattern):
 
     def allows(self, i, j):
         return j <= i
+
+    def clear_until(self, lo):
+        return lo + 1
 
     def pairs(self, n, m):
         return n * (m - n) + n * (n + 1) // 2
@@ -251,10 +256,12 @@ class RandomBlocks(Pattern):
         return self._joined(torch.maximum(i, j), torch.minimum(i, j))
 
     def _joined(self, later, earlier):
+        blocks = torch.arange(int(later.max()) + 1 if later.numel() else 0, device=later.device)
         drawn = torch.zeros_like(later - earlier, dtype=torch.bool)
         for k in range(self.count):
-            drawn |= earlier == _scramble(later, self.seed * 1009 + k) % later.clamp(min=1)
-        return drawn & (earlier < later)
+            draw = _scramble(blocks, self.seed * 1009 + k) % blocks.clamp(min=1)  # once a block, not once a pair
+            drawn |= earlier == draw[later.clamp(min=0)]
+        return drawn & (earlier < later) & (earlier >= 0)
 
     def spans(self, lo, hi, m):
         first, last = max(lo, 0) // self.size, max(hi - 1, 0) // self.size
@@ -323,6 +330,9 @@ class _And(Pattern):
     def allows(self, i, j):
         return self.left.allows(i, j) & self.right.allows(i, j)
 
+    def clear_until(self, lo):
+        return min(self.left.clear_until(lo), self.right.clear_until(lo))
+
     def spans(self, lo, hi, m):
         return _intersect(self.left.spans(lo, hi, m), self.right.spans(lo, hi, m))
 
@@ -348,6 +358,9 @@ class _Or(Pattern):
 
     def allows(self, i, j):
         return self.left.allows(i, j) | self.right.allows(i, j)
+
+    def clear_until(self, lo):
+        return max(self.left.clear_until(lo), self.right.clear_until(lo))
 
     def spans(self, lo, hi, m):
         return _clip(self.left.spans(lo, hi, m) + self.right.spans(lo, hi, m), m)

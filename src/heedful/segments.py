@@ -63,7 +63,7 @@ def from_lengths(lengths: Int[Tensor, "*b"], n: int, *, padding: str = "right") 
     return from_mask(index < lengths[..., None])
 
 
-def from_cu_seqlens(cu_seqlens: Int[Tensor, "sequences_plus_one"], n: int | None = None) -> Int[Tensor, "n"]:
+def from_cu_seqlens(cu_seqlens: Int[Tensor, " sequences_plus_one"], n: int | None = None) -> Int[Tensor, " n"]:
     """Segments of sequences packed end to end, from their cumulative lengths (0, l₁, l₁+l₂, …).
 
     Tokens beyond the last boundary, up to n, are padding.
@@ -96,6 +96,19 @@ def positions(ids: Int[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
     starts[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     rank = index - torch.where(starts, index, 0).cummax(-1).values if ids.shape[-1] else index
     return torch.empty_like(order).scatter_(-1, order, rank)
+
+
+def in_last(ids: Int[Tensor, "*b n"]) -> Bool[Tensor, "*b n"]:
+    """Which tokens belong to the last segment of their row: the one that a decoder goes on with.
+
+    >>> in_last(torch.tensor([0, 0, 1, 1, -1]))
+    tensor([False, False,  True,  True, False])
+    """
+    if not ids.shape[-1]:
+        return torch.zeros_like(ids, dtype=torch.bool)
+    index = torch.arange(ids.shape[-1], device=ids.device)
+    last = ids.gather(-1, torch.where(ids >= 0, index, 0).amax(-1, keepdim=True))
+    return (ids == last) & (ids >= 0)
 
 
 def resolve(segments: Segments | None, n: int, m: int, device: torch.device | None = None) -> Layout:

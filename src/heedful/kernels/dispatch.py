@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-_forced: ContextVar[str | None] = ContextVar("heedful_backend", default=None)
+# For the whole process, like torch's own backend switches: torch.compile can follow a global, not a context variable.
+_forced: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Kernel:
 
     def choose(self, *args, **kwargs) -> Backend:
         """The backend that would run; an error with every objection where none can."""
-        forced = _forced.get()
+        forced = _forced
         wanted = [self.backends[forced]] if forced in self.backends else self.backends.values()
         refusals = {}
         for backend in wanted:
@@ -58,11 +58,12 @@ class Kernel:
 
 @contextmanager
 def _force(name: str | None) -> Iterator[None]:
-    token = _forced.set(name)
+    global _forced
+    before, _forced = _forced, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 class _Chooser:

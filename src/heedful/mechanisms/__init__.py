@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,18 @@ from heedful.mechanisms.quadratic import Quadratic, identity, relu2
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
 
-__all__ = ["CATALOG", "Entry", "Quadratic", "Softmax", "build", "identity", "relu2"]
+__all__ = ["CATALOG", "Entry", "Paper", "Quadratic", "Softmax", "build", "identity", "relu2"]
+
+
+class Paper(NamedTuple):
+    """Where a mechanism comes from."""
+
+    authors: str
+    year: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.authors} {self.year}, {self.where}"
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,7 @@ class Entry:
     build: Callable[..., Mechanism]
     family: str
     summary: str
-    paper: str
-    year: int
+    paper: Paper
     complexity: str
     small: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,7 +61,7 @@ class Entry:
     @property
     def streams(self) -> bool:
         """It can go token by token."""
-        return isinstance(self.sample(), RecurrentMechanism)
+        return isinstance(self.sample(d=8, heads=1, length=32), RecurrentMechanism)
 
 
 def _window(before: int = 512, after: int = 0, sinks: int = 0, temperature: float = 1.0) -> Softmax:
@@ -97,24 +107,35 @@ def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
     return pattern & Causal() if causal else pattern
 
 
-_VASWANI = ("Vaswani et al., arXiv:1706.03762", 2017)
-_CHILD = ("Child et al., arXiv:1904.10509", 2019)
+VASWANI = Paper("Vaswani et al.", 2017, "arXiv:1706.03762")
+HUA = Paper("Hua et al.", 2022, "arXiv:2202.10447")
+SU_FOCUS = Paper("Su", 2023, "kexue.fm/archives/9889")
+SU_L2 = Paper("Su", 2022, "kexue.fm/archives/9105")
+BELTAGY = Paper("Beltagy et al.", 2020, "arXiv:2004.05150")
+XIAO = Paper("Xiao et al.", 2023, "arXiv:2309.17453")
+QIU = Paper("Qiu et al.", 2019, "arXiv:1911.02972")
+CHILD = Paper("Child et al.", 2019, "arXiv:1904.10509")
+ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
-CATALOG: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        Entry("softmax", Softmax, "exact", "softmax attention over any pattern", *_VASWANI, "N²"),
-        Entry("relu2", _relu2, "exact", "squared ReLU over the visible length (GAU)", "Hua et al., arXiv:2202.10447", 2022, "N²"),
-        Entry("identity", _identity, "exact", "no activation at all", "Su, kexue.fm/archives/9889", 2023, "N²"),
-        Entry("l2", _l2, "exact", "exponential, rows of unit length", "Su, kexue.fm/archives/9105", 2022, "N²"),
-        Entry("window", _window, "sparse", "the last w keys", "Beltagy et al., arXiv:2004.05150", 2020, "N·w", {"before": 5}),
-        Entry("window-sinks", _window_sinks, "sparse", "the last w keys and the first s", "Xiao et al., arXiv:2309.17453", 2023, "N·(w + s)", {"before": 5, "sinks": 2}),
-        Entry("blocks", _blocks, "sparse", "the keys of one's own block", "Qiu et al., arXiv:1911.02972", 2019, "N·b", {"size": 8}),
-        Entry("sparse-fixed", _sparse_fixed, "sparse", "one's own block and every block's summary", *_CHILD, "N·(l + cN/l)", {"stride": 8, "summary": 2}),
-        Entry("longformer", _longformer, "sparse", "a window and global tokens", "Beltagy et al., arXiv:2004.05150", 2020, "N·(w + g)", {"window": 6}),
-        Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", "Zaheer et al., arXiv:2007.14062", 2020, "N·(w + g + rb)", {"size": 4, "random": 1}),
-    )
-}
+# fmt: off
+_ENTRIES = (
+    Entry("softmax", Softmax, "exact", "softmax attention over any pattern", VASWANI, "N²"),
+    Entry("relu2", _relu2, "exact", "squared ReLU over the visible length (GAU)", HUA, "N²"),
+    Entry("identity", _identity, "exact", "no activation at all", SU_FOCUS, "N²"),
+    Entry("l2", _l2, "exact", "the exponential, rows of unit length", SU_L2, "N²"),
+    Entry("window", _window, "sparse", "the last w keys", BELTAGY, "N·w", {"before": 5}),
+    Entry("window-sinks", _window_sinks, "sparse", "the last w keys and the first s", XIAO, "N·(w+s)",
+          {"before": 5, "sinks": 2}),
+    Entry("blocks", _blocks, "sparse", "the keys of one's own block", QIU, "N·b", {"size": 8}),
+    Entry("sparse-fixed", _sparse_fixed, "sparse", "one's own block and every block's summary", CHILD, "N·(l+cN/l)",
+          {"stride": 8, "summary": 2}),
+    Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
+    Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
+          {"size": 4, "random": 1}),
+)
+# fmt: on
+
+CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def build(name: str, **options: Any) -> Mechanism:

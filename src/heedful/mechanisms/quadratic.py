@@ -21,7 +21,7 @@ from torch import nn
 
 from heedful.core import check_inputs
 from heedful.kernels.blocked import reference
-from heedful.kernels.blocked.tiles import Mask, Tile
+from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel
 from heedful.mechanisms.scored import Scored
 from heedful.patterns import Causal, Pattern
@@ -55,22 +55,20 @@ class QuadraticRows:
 
     def weights(self, scores, tile: Tile, bias, parameters):
         if self.activation is torch.exp and self.normalise in ("l1", "l2"):
-            scores = _lowered(scores, tile.mask)
-        weights = self._activate(scores, parameters)
-        if tile.mask is not None:
-            weights = weights.masked_fill(tile.mask.hidden, 0)
+            scores = _below_top(tile.lower(scores))
+        weights = tile.blank(self._activate(scores, parameters))
         match self.normalise:
             case "l1":
                 return weights / _or_one(weights.abs().sum(-1, keepdim=True))
             case "l2":
                 return weights / _or_one(weights.square().sum(-1, keepdim=True)).sqrt()
             case "length":
-                return weights / (scores.shape[-1] if tile.mask is None else tile.mask.count)
+                return weights / tile.count
             case _:
                 return weights
 
     def _activate(self, scores, parameters):
-        if not parameters:
+        if not isinstance(self.activation, nn.Module):
             return self.activation(scores)
         names = [name for name, _ in self.activation.named_parameters()]
         return torch.func.functional_call(self.activation, dict(zip(names, parameters, strict=True)), (scores,))
@@ -79,10 +77,8 @@ class QuadraticRows:
         return None
 
 
-def _lowered(scores: Tensor, mask: Mask | None) -> Tensor:
-    """Scores less the largest visible one of their row: the same weights once normalised, and no overflow."""
-    if mask is not None:
-        scores = scores.masked_fill(mask.hidden, -torch.inf)
+def _below_top(scores: Tensor) -> Tensor:
+    """Scores less the largest of their row: the same weights once normalised, and no overflow."""
     top = scores.detach().amax(-1, keepdim=True)
     return scores - top.masked_fill(top == -torch.inf, 0)
 

@@ -1,8 +1,8 @@
 """What exact mechanisms share: weights that are a row function of the scores, and a cache of keys and values.
 
-    forward     A V,  A = W(scale · Q Kᵀ)           tiles that the pattern allows, or torch's fused kernel
-    recurrence  append k_t, v_t; forget what no later query may see; o_t = W(scale · q_t Kᵀ) V
-    cost        2 · pairs · (d + e) flops; state (d + e) numbers for each key that the pattern remembers
+forward     A V,  A = W(scale · Q Kᵀ)           tiles that the pattern allows, or torch's fused kernel
+recurrence  append k_t, v_t; forget what no later query may see; o_t = W(scale · q_t Kᵀ) V
+cost        2 · pairs · (d + e) flops; state (d + e) numbers for each key that the pattern remembers
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel
 from heedful.patterns import Pattern
-from heedful.segments import Segments, resolve
+from heedful.segments import in_last, resolve
 from heedful.shapes import Float, Int, Tensor
 
 
 class Cache(NamedTuple):
-    """Keys and values that later queries may see, with the positions they had (-1: an empty place)."""
+    """Keys and values that later queries may see, with the positions they had (-1: an empty place).
 
-    k: Float[Tensor, "*b l d"]
-    v: Float[Tensor, "*b l e"]
+    Grouped queries share them: k and v keep their own batch axes.
+    """
+
+    k: Float[Tensor, "*#b l d"]
+    v: Float[Tensor, "*#b l e"]
     positions: Int[Tensor, "*s l"]
     length: Int[Tensor, "*s"]
 
@@ -74,20 +77,18 @@ class Scored(RecurrentMechanism):
         )
 
     def init_state(self, q, k, v) -> Cache:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         none = torch.zeros(0, dtype=torch.long, device=q.device)
         return Cache(
-            k.new_zeros(*batch, 0, k.shape[-1]),
-            v.new_zeros(*batch, 0, v.shape[-1]),
+            k.new_zeros(*k.shape[:-2], 0, k.shape[-1]),
+            v.new_zeros(*v.shape[:-2], 0, v.shape[-1]),
             none,
             torch.zeros((), dtype=torch.long, device=q.device),
         )
 
     def step(self, state: Cache, q, k, v):
         check_inputs(q, k, v)
-        batch = state.k.shape[:-2]
-        k = torch.cat([state.k, k.expand(*batch, *k.shape[-2:])], -2)
-        v = torch.cat([state.v, v.expand(*batch, *v.shape[-2:])], -2)
+        k = torch.cat([state.k, k.expand(*state.k.shape[:-2], *k.shape[-2:])], -2)
+        v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
         now = state.length[..., None]
         positions = torch.cat([state.positions, now], -1)
         out = self._attend_one(q, k, v, now, positions)
@@ -111,18 +112,9 @@ class Scored(RecurrentMechanism):
 
     def prefill(self, q, k, v, *, segments=None):
         out = self(q, k, v, segments=segments)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
-        ids, positions = layout.key_ids, layout.key_positions
-        last = ids.gather(-1, _last_real(ids)) if ids.shape[-1] else ids
-        live = (ids == last) & (ids >= 0)
-        state = Cache(
-            k.expand(*batch, *k.shape[-2:]),
-            v.expand(*batch, *v.shape[-2:]),
-            torch.where(live, positions, -1),
-            live.sum(-1),
-        )
-        return out, self._forget(state)
+        live = in_last(layout.key_ids)
+        return out, self._forget(Cache(k, v, torch.where(live, layout.key_positions, -1), live.sum(-1)))
 
     def _forget(self, state: Cache) -> Cache:
         """Drop what no later query may see, row by row; rows that keep fewer keys get empty places."""
@@ -135,11 +127,10 @@ class Scored(RecurrentMechanism):
         width = int(keep.sum(-1).max())
         order = keep.int().argsort(dim=-1, stable=True)[..., keep.shape[-1] - width :]
         positions = torch.where(keep, state.positions, -1).gather(-1, order)
-        k, v = (x.gather(-2, order[..., None].expand(*x.shape[:-2], width, x.shape[-1])) for x in state[:2])
-        return Cache(k, v, positions, state.length)
+        return Cache(_gather(state.k, order), _gather(state.v, order), positions, state.length)
 
 
-def _last_real(ids: Tensor) -> Tensor:
-    """Index of the last token that is no padding (0 where all is padding)."""
-    index = torch.arange(ids.shape[-1], device=ids.device)
-    return torch.where(ids >= 0, index, 0).amax(-1, keepdim=True)
+def _gather(x: Tensor, order: Tensor) -> Tensor:
+    """x[…, order, :], for an order of its own in each row of the batch."""
+    batch = torch.broadcast_shapes(x.shape[:-2], order.shape[:-1])
+    return x.expand(*batch, *x.shape[-2:]).gather(-2, order[..., None].expand(*batch, order.shape[-1], x.shape[-1]))

@@ -1,10 +1,10 @@
 """Softmax attention (Vaswani et al. 2017, arXiv:1706.03762), exact, over any pattern.
 
-    matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
-                z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
-    fast        torch's fused kernel; tiles that the pattern allows where that kernel would be wrong or dense
-    recurrence  a cache of the keys and values that later queries may see
-    cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
+matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
+            z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
+fast        torch's fused kernel; tiles that the pattern allows where that kernel would be wrong or dense
+recurrence  a cache of the keys and values that later queries may see
+cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Softmax(Scored):
     """
 
     kernel = softmax
+    bias: Tensor | None
+    sink: Tensor | None
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class Softmax(Scored):
             raise ValueError(f"softcap: expected > 0 or None, got {softcap}.")
         self.temperature = temperature
         self.softcap = softcap
-        self.bias_function = bias if callable(bias) and not isinstance(bias, Tensor) else None
-        self._hold("bias", None if self.bias_function is not None else bias)
+        self.bias_function = None if bias is None or isinstance(bias, Tensor) else bias
+        self._hold("bias", bias if isinstance(bias, Tensor) else None)
         self._hold("sink", sink)
 
     def _hold(self, name: str, value: Tensor | None) -> None:

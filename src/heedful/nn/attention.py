@@ -1,9 +1,9 @@
 """Multi-head attention: projections around any mechanism.
 
-    q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions where there is a `rope`; c is x itself
-                or the context
-    forward     [A(q, k) v for each head, joined] W_o
-    streaming   the mechanism's own recurrence, with the position of each row's next token beside it
+q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions where there is a `rope`; c is x itself
+            or the context
+forward     [A(q, k) v for each head, joined] W_o
+streaming   the mechanism's own recurrence, with the position of each row's next token beside it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from heedful.core import Mechanism, RecurrentMechanism, State, group_heads
 from heedful.mechanisms import Softmax
 from heedful.nn.rope import Rope
-from heedful.segments import Segments, resolve
+from heedful.segments import Segments, in_last, resolve
 from heedful.shapes import Float, Int, Tensor
 
 
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         layout = resolve(segments, x.shape[-2], x.shape[-2], x.device)
         q, k, v = self._project(x, x, layout.query_positions, layout.key_positions)
         out, inner = mechanism.prefill(q, k, v, segments=self._with_heads(segments))
-        return self._join(out), AttentionState(inner, _length_of_last(layout.key_ids))
+        return self._join(out), AttentionState(inner, in_last(layout.key_ids).sum(-1))
 
     def step(
         self, state: AttentionState, x: Float[Tensor, "*b 1 embed"]
@@ -232,12 +232,3 @@ def _check_ids(name: str, ids: Tensor, tokens: Tensor) -> None:
             f"{name}: shape {tuple(ids.shape)}, expected {wanted}, one id for each token, or fewer batch axes. Likely "
             "cause: a head axis, which this layer adds itself."
         )
-
-
-def _length_of_last(ids: Int[Tensor, "*s n"]) -> Int[Tensor, "*s"]:
-    """How many tokens the last segment of each row has; 0 where all is padding."""
-    if not ids.shape[-1]:
-        return ids.sum(-1)
-    index = torch.arange(ids.shape[-1], device=ids.device)
-    last = ids.gather(-1, torch.where(ids >= 0, index, 0).amax(-1, keepdim=True))
-    return ((ids == last) & (ids >= 0)).sum(-1)

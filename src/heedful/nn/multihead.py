@@ -1,9 +1,9 @@
 """torch's multi-head attention with any mechanism inside.
 
-    q, k, v     the input projections, split into heads; then a learned key and value, and a zero key and value, where
-                the constructor asked for them
-    default     softmax(q kᵀ / √d + masks) v, by `Softmax`: masks are its bias, the causal mask is its pattern
-    mechanism   A(q, k) v, with the key padding mask as segments
+q, k, v     the input projections, split into heads; then a learned key and value, and a zero key and value, where
+            the constructor asked for them
+default     softmax(q kᵀ / √d + masks) v, by `Softmax`: masks are its bias, the causal mask is its pattern
+mechanism   A(q, k) v, with the key padding mask as segments
 """
 
 from __future__ import annotations
@@ -299,4 +299,3 @@ def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -
             f"{name}: shape {tuple(mask.shape)}, expected {wanted}. Likely cause: queries and keys swapped, or a "
             "missing factor of num_heads."
         )
-

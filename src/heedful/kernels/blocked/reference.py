@@ -10,7 +10,7 @@ float32 tile by tile, so scores and weights are never rounded to it.
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,12 +25,17 @@ from heedful.shapes import Float, Tensor
 class RowFunction(Protocol):
     """Weights from scores, row by row."""
 
-    bias: Tensor | None
-    """Added to the scores where it is given; broadcasts to (*batch, n, m) and receives a gradient."""
-    parameters: tuple[Tensor, ...]
-    """Small tensors that receive a gradient."""
+    @property
+    def bias(self) -> Tensor | None:
+        """Added to the scores where it is given; broadcasts to (*batch, n, m) and receives a gradient."""
+        ...
 
-    def weights(self, scores: Tensor, tile: Tile, bias: Tensor | None, parameters: tuple[Tensor, ...]) -> Tensor:
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Small tensors that receive a gradient."""
+        ...
+
+    def weights(self, scores: Tensor, tile: Tile, bias: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
         """(…, r, c) from (…, r, c); may overwrite the scores when no gradient is recorded."""
         ...
 
@@ -53,9 +58,10 @@ def blocked(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V for A = W(scale · Q Kᵀ), with gradients in q, k, v, the bias and the row function's parameters."""
-    if segments is not None:
-        padded = resolve(segments, q.shape[-2], k.shape[-2]).query_ids < 0
-        q = q.masked_fill(padded[..., None], 0)  # what stands in padding, NaN too, must not reach a gradient
+    if segments is not None:  # what stands in padding, NaN too, must reach neither output nor gradient
+        layout = resolve(segments, q.shape[-2], k.shape[-2])
+        q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
+        k, v = (x.masked_fill(layout.key_ids[..., None] < 0, 0) for x in (k, v))
     return _Blocked.apply(q, k, v, rows.bias, rows, pattern, segments, scale, *rows.parameters)
 
 
@@ -134,7 +140,7 @@ class _Blocked(torch.autograd.Function):
         work = _Work(q, k, v, bias, pattern, segments, scale)
         wants = ctx.needs_input_grad
         dq, dk, dv, dbias = (
-            torch.zeros_like(x, dtype=work.dtype, memory_format=torch.contiguous_format) if want else None
+            None if x is None or not want else q.new_zeros(x.shape, dtype=work.dtype)
             for x, want in zip((*work.inputs, work.bias), wants[:4], strict=True)
         )
         dparameters = [torch.zeros_like(p) if want else None for p, want in zip(parameters, wants[8:], strict=True)]
@@ -161,7 +167,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _through_rows(work, rows, tile, dout, out, parameters, dbias, dparameters):
-    """The weights of a tile and the gradient in its scores; those in bias and parameters are added where they belong."""
+    """The weights of a tile and the gradient in its scores; gradients in bias and parameters are added up."""
     dweights = dout @ work.cols_of(2, tile).mT
     bias = work.bias_of(tile)
     if dbias is None and all(total is None for total in dparameters):
@@ -176,7 +182,9 @@ def _through_rows(work, rows, tile, dout, out, parameters, dbias, dparameters):
 
 def _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameters):
     scores = work.scores(tile).requires_grad_()
-    parameters = [p.detach().requires_grad_(total is not None) for p, total in zip(parameters, dparameters, strict=True)]
+    parameters = [
+        p.detach().requires_grad_(total is not None) for p, total in zip(parameters, dparameters, strict=True)
+    ]
     wanted = [scores, *(p for p in parameters if p.requires_grad)]
     if dbias is not None:
         bias = bias.detach().requires_grad_()

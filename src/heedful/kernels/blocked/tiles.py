@@ -11,12 +11,13 @@ neighbours dense), and a tile never holds more than BUDGET scores, so memory doe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf, prod
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from heedful.patterns import Full, Pattern, Span
 from heedful.segments import Layout, Segments, resolve
@@ -29,7 +30,7 @@ BUDGET = 1 << 21  # scores in a tile: 8 MiB in float32
 
 
 class Mask:
-    """Which queries of a tile see which of its keys, in the forms that row functions need, each made once."""
+    """Which queries see which keys, with the forms that row functions need, each made once."""
 
     def __init__(self, visible: Bool[Tensor, "*s r c"]):
         self.visible = visible
@@ -40,19 +41,17 @@ class Mask:
 
     @cached_property
     def penalty(self) -> Float[Tensor, "*s r c"]:
-        """0 where visible, -inf where not: adding it is ten times faster than filling by a boolean mask."""
         return torch.where(self.visible, 0.0, -inf)
 
     @cached_property
-    def dead(self) -> Bool[Tensor, "*s r 1"] | None:
-        """The queries that see nothing; None where there is none."""
-        dead = self.hidden.all(-1, keepdim=True)
-        return dead if dead.any() else None
+    def blind(self) -> Bool[Tensor, "*s r 1"] | None:
+        """The queries that see none of these keys; None where there is none."""
+        blind = self.hidden.all(-1, keepdim=True)
+        return blind if blind.any() else None
 
     @cached_property
     def count(self) -> Int[Tensor, "*s r 1"]:
-        """How many keys each query sees, at least one."""
-        return self.visible.sum(-1, keepdim=True).clamp(min=1)
+        return self.visible.sum(-1, keepdim=True)
 
 
 class Keys:
@@ -85,15 +84,48 @@ class Keys:
             done += stop - start
 
 
-class Tile(NamedTuple):
-    """Part of the work: `batch` indexes the leading batch axes, `rows` the queries, `cols` the keys."""
+@dataclass(frozen=True)
+class Tile:
+    """Part of the work: `batch` indexes the leading batch axes, `rows` the queries, `cols` the keys.
+
+    Every query sees the first `clear` keys; `mask` is about those after them, and None where all are seen.
+    """
 
     batch: tuple[int, ...]
     rows: slice
     cols: Keys
-    i: Int[Tensor, "r 1"]
-    j: Int[Tensor, "c"]
+    i: Int[Tensor, "*s r 1"]
+    j: Int[Tensor, "*s c"]
     mask: Mask | None
+    clear: int = 0
+
+    def lower(self, scores: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b r c"]:
+        """Scores with −∞ where hidden. (Adding is ten times faster than filling by a boolean mask.)"""
+        if self.mask is None:
+            return scores
+        if scores.requires_grad:
+            return scores + F.pad(self.mask.penalty, (self.clear, 0))
+        scores[..., self.clear :] += self.mask.penalty
+        return scores
+
+    def blank(self, weights: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b r c"]:
+        """Weights with 0 where hidden, whatever stood there."""
+        if self.mask is None:
+            return weights
+        if weights.requires_grad:
+            return weights.masked_fill(F.pad(self.mask.hidden, (self.clear, 0)), 0)
+        weights[..., self.clear :].masked_fill_(self.mask.hidden, 0)
+        return weights
+
+    @property
+    def blind(self) -> Bool[Tensor, "*s r 1"] | None:
+        """The queries that see nothing; None where there is none."""
+        return self.mask.blind if self.mask is not None and self.clear == 0 else None
+
+    @property
+    def count(self) -> Int[Tensor, "*s r 1"] | int:
+        """How many keys each query sees, at least one."""
+        return len(self.cols) if self.mask is None else (self.mask.count + self.clear).clamp(min=1)
 
 
 def tiles(
@@ -101,8 +133,11 @@ def tiles(
 ) -> Iterator[Tile]:
     """Tiles that together hold every allowed pair, each pair once. Queries that see no key may be in no tile."""
     layout = Layout(*(with_axes(x, len(batch), 1) for x in resolve(segments, n, m, device)))
+    if segments is not None and 0 < prod(batch) * n * m <= BUDGET:
+        yield _everything(pattern, layout)
+        return
     axes = max((axis + 1 for x in layout for axis in range(len(batch)) if x.shape[axis] > 1), default=0)
-    known: dict[tuple[int, ...], Mask] = {}
+    last = _LastMask()
     for outer in product(*(range(size) for size in batch[:axes])):
         ids = Layout(*(pick(x, outer).reshape(-1) for x in layout))
         blocks = _blocks(pattern, n, m) if segments is None else _segment_blocks(pattern, ids)
@@ -114,12 +149,20 @@ def tiles(
             for start in range(lo, hi, step):
                 rows = slice(start, min(start + step, hi))
                 i, j = ids.query_positions[rows, None], ids.key_positions[cols.index]
-                if segments is not None:
-                    mask = _segment_mask(pattern, ids, rows, cols, i, j)
+                if segments is None:
+                    mask, clear = last(pattern, i, j)
                 else:
-                    mask = _mask(pattern, i, j, known)
+                    mask, clear = _segment_mask(pattern, ids, rows, cols, i, j), 0
                 for index in product(*(range(size) for size in batch[axes:inner])):
-                    yield Tile(outer + index, rows, cols, i, j, mask)
+                    yield Tile(outer + index, rows, cols, i, j, mask, clear)
+
+
+def _everything(pattern: Pattern, layout: Layout) -> Tile:
+    """The whole of a small batch at once: a loop over its sequences would take longer than the work."""
+    i, j = layout.query_positions[..., None], layout.key_positions[..., None, :]
+    here = layout.query_ids[..., None]
+    mask = Mask(pattern.allows(i, j) & (here == layout.key_ids[..., None, :]) & (here >= 0))
+    return Tile((), slice(None), Keys([(0, layout.key_ids.shape[-1])]), i, j, mask)
 
 
 def with_axes(x: Tensor, axes: int, tail: int) -> Tensor:
@@ -132,16 +175,24 @@ def pick(x: Tensor, index: tuple[int, ...]) -> Tensor:
     return x[tuple(at if x.shape[axis] > 1 else 0 for axis, at in enumerate(index))]
 
 
-def _mask(pattern: Pattern, i, j, known: dict) -> Mask | None:
-    """The mask of a tile; tiles that are shifts of each other share one where the pattern allows it."""
-    if isinstance(pattern, Full):
-        return None
-    if pattern.repeats_from is None or int(i[0]) < pattern.repeats_from:
-        return Mask(pattern.allows(i, j))
-    shape = len(i), len(j), int(i[0] - j[-1])
-    if shape not in known:
-        known[shape] = Mask(pattern.allows(i, j))
-    return known[shape]
+class _LastMask:
+    """Tiles that are shifts of each other share one mask; only the last is kept, so memory does not grow."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] | None = None
+        self.mask: Mask | None = None
+
+    def __call__(self, pattern: Pattern, i: Tensor, j: Tensor) -> tuple[Mask | None, int]:
+        """The mask of a tile, and how many keys lie before those that it is about."""
+        if isinstance(pattern, Full):
+            return None, 0
+        first, clear = int(i[0]), int(torch.searchsorted(j, pattern.clear_until(int(i[0]))))
+        shape = len(i), len(j) - clear, first - int(j[-1])
+        repeats = pattern.repeats_from is not None and first >= pattern.repeats_from
+        if not repeats or shape != self.shape:
+            self.mask = Mask(pattern.allows(i, j[clear:]))
+            self.shape = shape if repeats else None
+        return self.mask, clear
 
 
 def _segment_mask(pattern: Pattern, ids: Layout, rows: slice, cols: Keys, i, j) -> Mask:

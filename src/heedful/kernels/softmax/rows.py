@@ -43,10 +43,9 @@ class SoftmaxRows:
         if bias is not None:
             scores = scores + bias
         if self.bias_function is not None:
-            extra = with_axes(self._bias_at(tile.i, tile.j, learned), axes, 2)
+            extra = with_axes(_bias_at(self.bias_function, tile.i, tile.j, learned), axes, 2)
             scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
-        if tile.mask is not None:
-            scores = scores + tile.mask.penalty if scores.requires_grad else scores.add_(tile.mask.penalty)
+        scores = tile.lower(scores)
         if sink is not None:
             sink = pick(with_axes(sink, axes, 0), tile.batch)[..., None, None].to(scores.dtype) / self.temperature
             scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
@@ -61,21 +60,21 @@ class SoftmaxRows:
         if bias is not None or self.bias_function is not None:
             dead = scores.detach().amax(-1, keepdim=True) == -inf
             return dead if dead.any() else None
-        return None if tile.mask is None else tile.mask.dead
-
-    def _bias_at(self, i, j, learned):
-        function = self.bias_function
-        if isinstance(function, nn.Module):
-            names = [name for name, _ in function.named_parameters()]
-            return torch.func.functional_call(function, dict(zip(names, learned, strict=True)), (i, j))
-        with torch.enable_grad():
-            extra = function(i, j)
-        if extra.requires_grad:
-            raise TypeError(
-                "bias: a plain function returned a tensor that requires grad, and its gradient would be lost between "
-                "tiles. Make the function an nn.Module that owns its parameters."
-            )
-        return extra
+        return tile.blind
 
     def pull_back(self, weights, grad, dot):
         return None if self.softcap is not None else grad.sub_(dot).mul_(weights)
+
+
+def _bias_at(function: Callable[[Tensor, Tensor], Tensor], i: Tensor, j: Tensor, learned) -> Tensor:
+    if isinstance(function, nn.Module):
+        names = [name for name, _ in function.named_parameters()]
+        return torch.func.functional_call(function, dict(zip(names, learned, strict=True)), (i, j))
+    with torch.enable_grad():
+        extra = function(i, j)
+    if extra.requires_grad:
+        raise TypeError(
+            "bias: a plain function returned a tensor that requires grad, and its gradient would be lost between "
+            "tiles. Make the function an nn.Module that owns its parameters."
+        )
+    return extra

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 
@@ -28,7 +30,8 @@ def attend(
     q, k, v = (_four_axes(x.expand(*batch, *x.shape[-2:])) for x in (q, k, v))
     # is_causal is aligned top-left: right for n = m only, and a single last query sees everything.
     is_causal = isinstance(pattern, Causal) and q.shape[-2] > 1
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    bias = None if rows.bias is None else _four_axes(rows.bias.to(q.dtype).expand(*batch, -1, -1))
+    out = F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=scale)
     return out[..., :e].reshape(*batch, q.shape[-2], e)
 
 
@@ -42,13 +45,15 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
     """Why torch's fused kernel can't take these inputs."""
     why = []
     if not isinstance(pattern, Full | Causal):
-        why.append(f"{pattern!r} would need a dense n × m mask")
+        why.append("patterns other than Full and Causal would need a dense n × m mask")
     if isinstance(pattern, Causal) and q.shape[-2] not in (1, k.shape[-2]):
         why.append("its causal mask is aligned top-left, so n queries after m − n cached keys come out wrong")
     if segments is not None:
         why.append("segments would need a dense n × m mask, and padded rows would be NaN")
-    if rows.bias is not None or rows.bias_function is not None:
-        why.append("a bias would need the dense n × m tensor, and rows of -inf would be NaN")
+    if rows.bias_function is not None:
+        why.append("a bias as a function would need the dense n × m tensor")
+    if rows.bias is not None:
+        why += _about_bias(rows.bias, pattern)
     if rows.softcap is not None:
         why.append("it has no softcap")
     if rows.sink is not None:
@@ -58,3 +63,16 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
     if q.device.type == "cuda" and q.dtype == torch.float64:
         why.append("in float64 on the GPU it forms the n × m matrix")
     return why
+
+
+def _about_bias(bias: Tensor, pattern: Pattern) -> list[str]:
+    """A bias of keys alone, which is how padding arrives, is welcome."""
+    if isinstance(pattern, Causal):
+        return ["it takes a bias or a causal mask, not both"]
+    if bias.requires_grad:
+        return ["with a gradient in the bias it forms the n × m matrix"]
+    if bias.shape[-2] > 1:
+        return ["a bias of queries and keys may hold rows of -inf, which it turns into NaN"]
+    if bool((bias == -inf).all(-1).any()):
+        return ["all keys are masked in some row, which it turns into NaN"]
+    return []
