@@ -236,7 +236,7 @@ def legend(scale: Scale, colour: bool = True) -> Text:
     from rich.text import Text
 
     if not scale.top:
-        return Text("no weight but 0", style="dim")
+        return Text("0 … 0")
     top, middle = f"{scale.top:.2g}", f"{scale.value(0.5):.2g}"
     parts: list[str | tuple[str, str]] = []
     if scale.signed:
@@ -317,9 +317,9 @@ def to_png(
         pen.line((LEFT - 9, y, LEFT - 1, y), FAINT, 2)
         pen.text((LEFT - 16, y), str(place), FAINT, _font(22), anchor="rm")
     pen.text((LEFT + width / 2, TOP + height + 52), key, INK, _font(26), anchor="ma")
-    side = Image.new("RGB", (max(height, 240), 40), "white")
-    ImageDraw.Draw(side).text((height / 2, 20), query, INK, _font(26), anchor="mm")
-    sheet.paste(side.rotate(90, expand=True), (14, TOP + height - side.width if height >= 240 else TOP))
+    side = Image.new("RGB", (max(90, int(_font(26).getlength(query)) + 4), 40), "white")
+    ImageDraw.Draw(side).text((side.width // 2, 20), query, INK, _font(26), anchor="mm")
+    sheet.paste(side.rotate(90, expand=True), (14, TOP + (height - side.width) // 2))
     _colour_bar(sheet, pen, shown, scale, LEFT + width + 50, max(height, 240))
     sheet.save(path, format="PNG")
 

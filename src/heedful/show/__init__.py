@@ -1,0 +1,1 @@
+"""What the command line shows: the facts, how they are asked for, and how they are told."""
