@@ -1,8 +1,10 @@
 """Chunked linear attention on a GPU: is it right, how fast is it, which configurations are best.
 
-    python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive computation's
-    python benchmarks/gpu_chunked_linear.py --tune 64           every configuration of every kernel, best ones last
-    python benchmarks/gpu_chunked_linear.py --bench out.json    the table of the README; with --peer also flash-linear-attention
+    python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive way's
+    python benchmarks/gpu_chunked_linear.py --long              does the error grow with n
+    python benchmarks/gpu_chunked_linear.py --tune 64           the best configurations of every kernel
+    python benchmarks/gpu_chunked_linear.py --profile           where the host's time goes
+    python benchmarks/gpu_chunked_linear.py --bench out.json    the README's table; --peer adds the peer's
 
 Floors count each input read once and each output written once at the copy bandwidth measured in the same run.
 """
@@ -10,7 +12,10 @@ Floors count each input read once and each output written once at the copy bandw
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -27,17 +32,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _load():
-    """The kernel's two modules; by path where the package around them does not import."""
+    """The kernel's two modules; without the packages around them where those do not import."""
+    name = "heedful.kernels.chunked_linear"
     try:
-        return tuple(importlib.import_module(f"heedful.kernels.chunked_linear.{x}") for x in ("reference", "triton"))
+        return tuple(importlib.import_module(f"{name}.{x}") for x in ("reference", "triton"))
     except ImportError:
-        package = types.ModuleType("chunked_linear")
-        package.__path__ = [str(ROOT / "src/heedful/kernels/chunked_linear")]
-        sys.modules["chunked_linear"] = package
-        return tuple(importlib.import_module(f"chunked_linear.{x}") for x in ("reference", "triton"))
+        for package in ("heedful", "heedful.kernels", name):
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(ROOT / "src" / package.replace(".", "/"))]
+        return tuple(importlib.import_module(f"{name}.{x}") for x in ("reference", "triton"))
 
 
 reference, fused = _load()
+launches = fused.launches
 
 
 def naive(q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None):
@@ -137,7 +144,8 @@ def check(share=(0, 1)) -> dict:
         ratio = max(x / y for x, y in zip(mine, theirs, strict=True))
         table[name] = dict(error=mine, naive=theirs, worst_ratio=ratio, bit_equal=same)
         text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in zip(mine, theirs, strict=True))
-        print(f"{name:18s} {'ok ' if ratio <= 2 and same else 'BAD'} x{ratio:.2f} bit_equal={same} {text}", flush=True)
+        verdict = "ok " if ratio <= 2 and same else "BAD"
+        print(f"{name:18s} {verdict} x{ratio:.2f} bit_equal={same} {text}", flush=True)
     return table
 
 
@@ -147,11 +155,13 @@ def long_check(n=131072) -> dict:
     for length in (2048, 16384, n):
         inputs = draw(1, 2, length, 64)
         do = torch.randn(1, 2, length, 64, device="cuda")
-        want = run(reference.chunked_linear, [x.detach().double().requires_grad_() for x in inputs], do, feature="elu1")
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        want = run(reference.chunked_linear, exact, do, feature="elu1")
         got = run(fused.chunked_linear, inputs, do, feature="elu1")
         tail = errors([got[0][:, :, -1024:]], [want[0][:, :, -1024:]])
         table[length] = dict(error=errors(got, want), last_rows=tail[0])
-        print(f"n {length:7d} errors {' '.join(f'{x:.1e}' for x in table[length]['error'])} last rows {tail[0]:.1e}", flush=True)
+        text = " ".join(f"{x:.1e}" for x in table[length]["error"])
+        print(f"n {length:7d} errors {text} last rows {tail[0]:.1e}", flush=True)
     return table
 
 
@@ -161,6 +171,7 @@ WORK = {
     "elu1 B8 N2048 d64": dict(B=8, n=2048, feature="elu1"),
     "identity unnormalised B1 N65536 d64": dict(B=1, n=65536, normalise=False),
     "retention B1 N65536 d64": dict(B=1, n=65536, normalise=False, decay=True),
+    "elu1 B1 N65500 d64": dict(B=1, n=65500, feature="elu1"),
     "elu1 B1 N65536 d128 H8": dict(B=1, n=65536, feature="elu1", d=128, H=8),
     "elu1 B1 N65536 d96": dict(B=1, n=65536, feature="elu1", d=96),
     "elu1 B1 N16384 d256 H8": dict(B=1, n=16384, feature="elu1", d=256, H=8),
@@ -225,30 +236,35 @@ def timed(function, inputs, peak=True):
 
 
 def peer(work):
-    """The same work through flash-linear-attention, or None where it has none."""
-    from fla.ops.linear_attn import chunk_linear_attn
-    from fla.ops.retention import chunk_retention
-
-    B, n = work["B"], work["n"]
-    known = {"B", "n", "H", "d", "feature", "normalise", "decay"}
-    if set(work) - known:
-        return None
+    """The same work through flash-linear-attention, tokens before heads as it wants them."""
+    if "fla" not in sys.modules:  # its kernels alone: its __init__ imports models and transformers
+        package = types.ModuleType("fla")
+        package.__path__ = importlib.util.find_spec("fla").submodule_search_locations
+        package.__version__ = importlib.metadata.version("fla-core")
+        sys.modules["fla"] = package
     if work.get("decay"):
+        from fla.ops.retention import chunk_retention
+
         return lambda q, k, v: chunk_retention(q, k, v, scale=1.0)[0]
+    from fla.ops.linear_attn import chunk_linear_attn
+
     normalise = work.get("normalise", True)
     if work.get("feature") == "elu1":
-        elu1 = torch.nn.functional.elu
-        return lambda q, k, v: chunk_linear_attn(elu1(q) + 1, elu1(k) + 1, v, scale=1.0, normalize=normalise)[0]
-    assert B and n
+        elu = torch.nn.functional.elu
+        return lambda q, k, v: chunk_linear_attn(elu(q) + 1, elu(k) + 1, v, scale=1.0, normalize=normalise)[0]
     return lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=normalise)[0]
+
+
+def output_of(q, k, v, **options):
+    return fused.chunked_linear(q, k, v, **options)[0]
 
 
 def bench(path, peers=(), only=None) -> None:
     bandwidth = copy_bandwidth()
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.strip()
-    result = dict(device=driver, torch=torch.__version__, triton=triton.__version__, copy_TBps=bandwidth, rows=[])
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    result = dict(device=driver, torch=torch.__version__, triton=triton.__version__)
+    result.update(copy_TBps=bandwidth, rows=[])
     print(f"{driver}, copy {bandwidth:.2f} TB/s", flush=True)
     for name, work in WORK.items():
         if only and not any(x in name for x in only):
@@ -257,11 +273,13 @@ def bench(path, peers=(), only=None) -> None:
         low, lows = floors(inputs, bandwidth)
         row = dict(work=name, floor_ms=low, floor_both_ms=lows)
         try:
-            f, fb, gib = timed(lambda q, k, v, options=options: fused.chunked_linear(q, k, v, **options)[0], inputs)
+            mine = functools.partial(output_of, **options)
+            f, fb, gib = timed(mine, inputs)
             row.update(forward_ms=f, both_ms=fb, peak_GiB=gib, ratio=f / low, ratio_both=fb / lows)
             print(
-                f"{name:38s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}  x{f / low:.1f} / x{fb / lows:.1f}"
-                f"  {gib:.2f} GiB", flush=True,
+                f"{name:38s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}"
+                f"  x{f / low:.1f} / x{fb / lows:.1f}  {gib:.2f} GiB",
+                flush=True,
             )
         except Exception as error:
             row["failed"] = str(error)[:200]
@@ -285,88 +303,134 @@ def bench(path, peers=(), only=None) -> None:
 def recorded(work):
     """The launches of one forward and backward, to be launched again in other configurations."""
     launches = []
-    real = fused._launch
+    real = launches.launch
 
-    def recording(*args, **kwargs):
-        launches.append((args, kwargs))
-        return real(*args, **kwargs)
+    def recording(plan, key, pointers, describe):
+        launches.append((plan, pointers, describe))
+        real(plan, key, pointers, describe)
 
     inputs, options = prepare(work)
-    fused._launch = recording
+    launches.PLANS.clear()
+    launches.launch = recording
     try:
         o = fused.chunked_linear(*inputs, **options)[0]
         torch.autograd.grad(o, inputs, torch.randn_like(o))
     finally:
-        fused._launch = real
+        launches.launch = real
     return launches
 
 
 def grid(width):
-    splits = {64: (64,), 128: (64, 128), 256: (32, 64)}[width]
-    blocks = {64: (64, 128), 128: (64, 128), 256: (32, 64)}[width]
-    return [fused.Config(*x) for x in itertools.product(blocks, splits, (4, 8), (1, 2, 3, 4))]
+    """Configurations to try: fewer registers a thread mean more programs a multiprocessor."""
+    if width == 64:
+        found = itertools.product((64,), (4, 8), (2, 3, 4))
+        found = [*found, *itertools.product((64,), (4,), (2, 3), (128, 168))]
+    elif width == 128:
+        found = itertools.product((64,), (4, 8), (2, 3))
+        found = [*found, *itertools.product((128,), (8,), (1, 2, 3)), (64, 4, 2, 168)]
+    else:
+        found = [*itertools.product((32, 64), (4, 8), (1, 2)), (128, 8, 1)]
+    return [launches.Config(*x) for x in found]
 
 
 def launch_all(width, work, spans, share, timing):
-    """Every launch under every configuration; `share` = (i, of) takes a part of them, to compile in parallel."""
+    """Every launch in every configuration; `share` = (i, of) takes a part of them, to compile in parallel."""
     rows = []
     for span in spans:
-        fused._span = lambda *_, span=span: span
-        # the key kernel alone may need a split configuration to exist before it is recorded
-        for position, (args, kwargs) in enumerate(recorded(work)):
-            plan, name = args[1], args[2]
+        launches.span = lambda *_, span=span: span
+        for position, (plan, pointers, describe) in enumerate(recorded(work)):
+            name = describe()[0]
+            if name == "scan":
+                continue
+            start = len(rows)
             for number, config in enumerate(grid(width)):
                 if timing is None and (number + position) % share[1] != share[0]:
                     continue
-                if name == "keys" and config.split < width and kwargs["DK"] and kwargs["DV"]:
+                plan.configs = {**plan.configs, name: config}
+                described = describe()
+                constants = described[-1]
+                if name == "keys" and constants["PARTS"] > 1 and constants["DK"] and constants["DV"]:
                     continue
-                plan.layout = lambda _, config=config, plan=plan: (
-                    config, *(max(16, triton.next_power_of_2(x)) for x in (plan.r, plan.e)))
                 try:
-                    fused._launch(*args, **kwargs)
+                    run, rest = launches.first(plan, pointers, *described)
                     torch.cuda.synchronize()
                     if timing:
-                        label = name if name != "keys" else f"keys{'K' * kwargs['DK']}{'V' * kwargs['DV']}"
-                        rows.append((label, span, config, median(lambda: fused._launch(*args, **kwargs), timing)))
+                        label = "".join([name, *(x for x in ("DK", "DV") if constants.get(x))])
+                        again = functools.partial(run, *pointers, *rest)
+                        rows.append((label, span, config, median(again, timing)))
                 except Exception as error:
                     if timing:
                         print(name, config, type(error).__name__, str(error)[:80], flush=True)
+            for label, span, config, ms in sorted(rows[start:], key=lambda x: x[3])[:5]:
+                print(f"{label:9s} {ms:.4f} ms  span {span} {config}", flush=True)
     return rows
 
 
 def tune(width, spans, work, workers=14) -> None:
     small = dict(work, B=1, n=4 * max(spans), H=2)
     flags = [sys.executable, __file__, "--spans", *map(str, spans[:1]), "--small", json.dumps(small)]
-    children = [
-        subprocess.Popen([*flags, "--tune", str(width), "--share", str(i), str(workers)], stdout=subprocess.DEVNULL)
-        for i in range(workers)
-    ]
+    flags += ["--tune", str(width), "--share"]
+    children = [subprocess.Popen([*flags, str(i), str(workers)], stdout=subprocess.DEVNULL) for i in range(workers)]
     for child in children:
         child.wait()
     print("compiled", flush=True)
-    rows = launch_all(width, work, spans, None, 20)
-    for name in dict.fromkeys(x[0] for x in rows):
-        best = sorted((x for x in rows if x[0] == name), key=lambda x: x[3])[:8]
-        print(name, flush=True)
-        for _, span, config, ms in best:
-            print(f"    {ms:.4f} ms  span {span} {config}", flush=True)
+    launch_all(width, work, spans, None, 10)
+
+
+def profile(repeats=300) -> None:
+    """Where the host's time goes in a call too small to hide it."""
+    import cProfile
+    import pstats
+    import time
+
+    inputs, options = prepare(dict(B=8, n=2048, feature="elu1"))
+    do = torch.randn_like(inputs[0])
+
+    def forward():
+        with torch.no_grad():
+            fused.chunked_linear(*inputs, **options)
+
+    def both():
+        torch.autograd.grad(fused.chunked_linear(*inputs, **options)[0], inputs, do)
+
+    for function in (forward, both):
+        function()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        host = time.perf_counter() - start
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - start
+        host, whole = host / repeats * 1e6, whole / repeats * 1e6
+        print(f"{function.__name__} host {host:.0f} us, with device {whole:.0f} us", flush=True)
+    watch = cProfile.Profile()
+    watch.runcall(lambda: [forward() for _ in range(repeats)])
+    pstats.Stats(watch).sort_stats("tottime").print_stats(14)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--tune", type=int, choices=(64, 128, 256))
     parser.add_argument("--spans", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--small", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--bench", metavar="JSON")
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--peer", nargs="*", default=[], help="names of works to run through flash-linear-attention too")
+    parser.add_argument("--peer", nargs="*", default=[], help="names of works to run through fla too")
+    parser.add_argument("--programs", type=int, help="chunks in flight to aim for")
     given = parser.parse_args()
+    if given.programs:
+        launches.PROGRAMS = given.programs
     if given.share and given.tune:
         launch_all(given.tune, given.small, given.spans, given.share, None)
         return
+    if given.profile:
+        profile()
     result = {}
     if given.check:
         result["check"] = check(given.share or (0, 1))

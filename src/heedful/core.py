@@ -220,6 +220,22 @@ def check_inputs(
         _check_finite(named)
 
 
+def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int) -> None:
+    """What `step` takes: `check_inputs`, one token in each, and the widths d and e that the state was made for."""
+    check_inputs(q, k, v)
+    for name, x, width in (("q", q, d), ("k", k, d), ("v", v, e)):
+        if x.shape[-2] != 1:
+            raise ValueError(
+                f"{name}: {x.shape[-2]} tokens {_shape(x)}, expected one. Likely cause: `prefill` was meant, which "
+                "takes many tokens at once."
+            )
+        if x.shape[-1] != width:
+            raise ValueError(
+                f"{name}: width {x.shape[-1]} {_shape(x)}, expected {width} as in the state. Likely cause: a state of "
+                "another layer."
+            )
+
+
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor (*batch, tokens, width), got {type(x).__name__}.")

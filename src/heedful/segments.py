@@ -111,6 +111,12 @@ def in_last(ids: Int[Tensor, "*b n"]) -> Bool[Tensor, "*b n"]:
     return (ids == last) & (ids >= 0)
 
 
+def take_tokens(x: Float[Tensor, "*#b n w"], order: Int[Tensor, "*#b l"]) -> Float[Tensor, "*b l w"]:
+    """The tokens of x in an order that each row of the batch has for itself."""
+    batch = torch.broadcast_shapes(x.shape[:-2], order.shape[:-1])
+    return x.expand(*batch, *x.shape[-2:]).gather(-2, order[..., None].expand(*batch, -1, x.shape[-1]))
+
+
 def resolve(segments: Segments | None, n: int, m: int, device: torch.device | None = None) -> Layout:
     """Ids and positions of n queries and m keys; queries that share a segment with keys are its last tokens."""
     if segments is None:
@@ -156,6 +162,8 @@ def per_segment(
     for index, query_ids, key_ids in _each_row(layout, len(batch)):
         for segment in query_ids[query_ids >= 0].unique().tolist():
             rows, cols = (query_ids == segment).nonzero()[:, 0], (key_ids == segment).nonzero()[:, 0]
+            if not len(cols):
+                continue
             part = attend(q[index][..., rows, :], k[index][..., cols, :], v[index][..., cols, :])
             out[index].index_copy_(-2, rows, part)
     return out

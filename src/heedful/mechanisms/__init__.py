@@ -15,11 +15,25 @@ from typing import Any, NamedTuple
 import torch
 
 from heedful.core import Mechanism, RecurrentMechanism
+from heedful.feature_maps import (
+    Cos,
+    CosFormer,
+    Elu1,
+    Exp,
+    FeatureMap,
+    Hedgehog,
+    Identity,
+    Polynomial,
+    Relu,
+    Taylor,
+)
+from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
+from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
 
-__all__ = ["CATALOG", "Entry", "Paper", "Quadratic", "Softmax", "build", "identity", "relu2"]
+__all__ = ["CATALOG", "Entry", "Linear", "Paper", "Quadratic", "Retention", "Softmax", "build", "identity", "relu2"]
 
 
 class Paper(NamedTuple):
@@ -103,6 +117,29 @@ def _l2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  
     return Quadratic(torch.exp, pattern, scale, normalise="l2")
 
 
+def _linear(feature_map: Callable[[], FeatureMap], normalised: bool = True) -> Callable[..., Linear]:
+    def build(pattern: Pattern = Causal(), normalise: bool = normalised) -> Linear:  # noqa: B008  (frozen)
+        return Linear(feature_map(), pattern, normalise)
+
+    return build
+
+
+def _cosformer(length: int = 65536, pattern: Pattern = Causal()) -> Linear:  # noqa: B008  (frozen)
+    return Linear(CosFormer(length), pattern)
+
+
+def _hedgehog(d: int, heads: int = 1, pattern: Pattern = Causal()) -> Linear:  # noqa: B008  (frozen)
+    return Linear(Hedgehog(d, heads), pattern)
+
+
+def _retention(decay: float = 0.97) -> Retention:
+    return Retention(decay)
+
+
+def _retention_normalised(decay: float = 0.97) -> Retention:
+    return Retention(decay, normalise=True)
+
+
 def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
     return pattern & Causal() if causal else pattern
 
@@ -115,6 +152,12 @@ BELTAGY = Paper("Beltagy et al.", 2020, "arXiv:2004.05150")
 XIAO = Paper("Xiao et al.", 2023, "arXiv:2309.17453")
 QIU = Paper("Qiu et al.", 2019, "arXiv:1911.02972")
 CHILD = Paper("Child et al.", 2019, "arXiv:1904.10509")
+KATHAROPOULOS = Paper("Katharopoulos et al.", 2020, "arXiv:2006.16236")
+QIN = Paper("Qin et al.", 2022, "arXiv:2202.08791")
+ARORA = Paper("Arora et al.", 2024, "arXiv:2402.18668")
+ZHANG = Paper("Zhang et al.", 2024, "arXiv:2402.04347")
+SUN = Paper("Sun et al.", 2023, "arXiv:2307.08621")
+KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
 # fmt: off
@@ -132,6 +175,17 @@ _ENTRIES = (
     Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
     Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
           {"size": 4, "random": 1}),
+    Entry("linear", _linear(Elu1), "linear", "features elu(x) + 1", KATHAROPOULOS, "N·r"),
+    Entry("linear-relu", _linear(Relu), "linear", "features max(x, 0)", KATHAROPOULOS, "N·r"),
+    Entry("linear-exp", _linear(Exp), "linear", "features exp(x), entry by entry", KATHAROPOULOS, "N·r"),
+    Entry("linear-cos", _linear(Cos, False), "linear", "features cos(x), entry by entry", KATHAROPOULOS, "N·r"),
+    Entry("linear-identity", _linear(Identity, False), "linear", "q·k itself, summed in order N", SU_FOCUS, "N·r"),
+    Entry("cosformer", _cosformer, "linear", "relu features that turn with position", QIN, "N·r", {"length": 4096}),
+    Entry("polynomial", _linear(Polynomial), "linear", "the series of exp(q·k) to degree p", KELES, "N·dᵖ"),
+    Entry("taylor", _linear(Taylor), "linear", "1 + s + s²/2, products kept once", ARORA, "N·d²"),
+    Entry("hedgehog", _hedgehog, "linear", "learned softmax features", ZHANG, "N·r"),
+    Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
+    Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
 )
 # fmt: on
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs
+from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
 from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel
 from heedful.patterns import Pattern
-from heedful.segments import in_last, resolve
+from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
 
 
@@ -86,7 +86,7 @@ class Scored(RecurrentMechanism):
         )
 
     def step(self, state: Cache, q, k, v):
-        check_inputs(q, k, v)
+        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1])
         k = torch.cat([state.k, k.expand(*state.k.shape[:-2], *k.shape[-2:])], -2)
         v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
         now = state.length[..., None]
@@ -127,10 +127,4 @@ class Scored(RecurrentMechanism):
         width = int(keep.sum(-1).max())
         order = keep.int().argsort(dim=-1, stable=True)[..., keep.shape[-1] - width :]
         positions = torch.where(keep, state.positions, -1).gather(-1, order)
-        return Cache(_gather(state.k, order), _gather(state.v, order), positions, state.length)
-
-
-def _gather(x: Tensor, order: Tensor) -> Tensor:
-    """x[…, order, :], for an order of its own in each row of the batch."""
-    batch = torch.broadcast_shapes(x.shape[:-2], order.shape[:-1])
-    return x.expand(*batch, *x.shape[-2:]).gather(-2, order[..., None].expand(*batch, order.shape[-1], x.shape[-1]))
+        return Cache(take_tokens(state.k, order), take_tokens(state.v, order), positions, state.length)

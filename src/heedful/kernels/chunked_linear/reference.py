@@ -1,37 +1,40 @@
-"""Chunked linear attention in plain torch: the same call as the Triton form, on any device, in any float type.
+"""Chunked linear attention in plain torch: the same call as the Triton form, on any device, any float type.
 
     definition  o_i = Σ_j w_ij (φq_i·φk_j) v_j / Σ_j w_ij (φq_i·φk_j),   j of i's segment, j ≤ i if causal
                 w_ij = Π_{j<t≤i} exp(log_decay_t);  a row with a zero denominator is zero
     fast        with u_j = [v_j, 1] and chunks of c tokens:  out = (W ∘ φq φkᵀ) u + into · φq S
                 S ← keep · S + (leave · φk)ᵀ u
-                W_ij = exp(b_i − b_j), into_i = exp(b_i), leave_j = exp(b_c − b_j), keep = exp(b_c),  b = cumsum of log_decay
-                each zeroed where the two sides lie in different segments
+                with b the cumsum of log_decay:  W_ij = exp(b_i − b_j), into_i = exp(b_i),
+                leave_j = exp(b_c − b_j), keep = exp(b_c); zero where the two sides lie in different segments
     gradients   the same two lines again: dφq is the product of (dout, u, φk) forwards in time,
                 dφk of (u, dout, φq) and du of (φk, φq, dout) backwards in time, so memory stays O(n)
                 d log_decay_t = Σ_{i≥t} (φq_i·dφq_i − φk_i·dφk_i) + ⟨S_n, dS_n⟩
     cost        2n(c(r + e) + 2re) flops forward, state r(e + 1)
 
-`exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far in
-the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is one more log-decay, so nothing overflows and
-nothing looks ahead; the shift leaves numerator and denominator alike.
+`exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
+in the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is one more log-decay, so nothing
+overflows and nothing looks ahead; the shift leaves numerator and denominator alike.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FEATURES = ("identity", "elu1", "relu", "exp")
 CHUNK = 128
+LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
+"""A denominator below this, the 3/4 power of the least normal number, is nothing: gradients divide by it again."""
 
 
 class LinearState(NamedTuple):
     """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs).
 
-    Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is None
-    where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale), (B, Hs).
+    Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is
+    None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs).
     """
 
     S: Tensor
@@ -42,9 +45,9 @@ class LinearState(NamedTuple):
 def objections(
     q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None, state=None
 ) -> list[str]:
-    """Why these inputs have no meaning, in sentences; an empty list if they do. With segments this waits for the device."""
+    """Why these inputs have no meaning, in sentences; none if they do. New segments wait for the device."""
     if not q.ndim == k.ndim == v.ndim == 4:
-        return [f"q, k and v must be (batch, heads, tokens, width), got {q.ndim}, {k.ndim} and {v.ndim} axes."]
+        return [f"q, k, v must be (batch, heads, tokens, width), got {q.ndim}, {k.ndim} and {v.ndim} axes."]
     (B, H, n, r), (_, Hkv, m, e) = q.shape, v.shape
     said = []
     if k.shape != (B, Hkv, m, r):
@@ -61,25 +64,26 @@ def objections(
         said.append(f"causal needs as many queries as keys, got {n} and {m}; pass the past as a state.")
     if log_decay is not None:
         if not causal:
-            said.append("log_decay has a meaning only where causal is true: it counts tokens from key to query.")
+            said.append("log_decay needs causal: it counts tokens from a key to a later query.")
         if tuple(log_decay.shape) not in ((H,), (B, H, n)):
             said.append(f"log_decay must be {(H,)} or {(B, H, n)}, got {tuple(log_decay.shape)}.")
     if segments is not None:
         if tuple(segments.shape) != (B, n) or n != m:
-            said.append(f"segments must be {(B, n)} with as many keys as queries, got {tuple(segments.shape)}, {m} keys.")
+            got = f"{tuple(segments.shape)} and {m} keys"
+            said.append(f"segments must be {(B, n)}, with as many keys as queries, got {got}.")
         elif segments.is_floating_point():
             said.append(f"segments must be integers, got {segments.dtype}.")
-        elif not _contiguous(segments):
-            said.append("a segment id comes back after another one: sort the tokens so that each segment is one run.")
+        elif not runs(segments)[1]:
+            said.append("a segment id comes back after another one: each segment must be one run of tokens.")
     if state is not None:
         heads = Hkv if log_decay is None else H
         if tuple(state.S.shape) != (B, heads, r, e):
             said.append(f"state.S must be {(B, heads, r, e)}, got {tuple(state.S.shape)}.")
         if normalise and (state.z is None or tuple(state.z.shape) != (B, heads, r)):
-            got = None if state.z is None else tuple(state.z.shape)
-            said.append(f"state.z must be {(B, heads, r)} where normalise is true, got {got}.")
+            shape = None if state.z is None else tuple(state.z.shape)
+            said.append(f"state.z must be {(B, heads, r)} where normalise is true, got {shape}.")
         if (feature == "exp") != (state.log_scale is not None):
-            said.append("state.log_scale comes with exp features and only with them: is the state of another feature map?")
+            said.append("state.log_scale belongs to exp features: the state is one of another feature map.")
     return said
 
 
@@ -106,13 +110,13 @@ def chunked_linear(
 
     Katharopoulos et al. 2020, arXiv 2006.16236; decay as in Sun et al. 2023, arXiv 2307.08621.
     """
-    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, segments=segments)
-    if said := objections(q, k, v, **options, state=state):
+    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
+    if said := objections(q, k, v, **options, segments=segments, state=state):
         raise ValueError(" ".join(said))
     (B, H, n, r), (_, Hkv, m, e) = q.shape, v.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads = Hkv if log_decay is None else H
-    code = None if segments is None else run_codes(segments)
+    code = None if segments is None else runs(segments)[0]
     decay = token_decay(log_decay, code, B, H, n, wide)
     shift_q = shift_k = log_scale = None
     if feature == "exp":
@@ -127,7 +131,7 @@ def chunked_linear(
     S = None
     if state is not None:
         S = state.S.to(wide)
-        S = torch.cat([S, state.z.to(wide)[..., None]], -1) if normalise else S
+        S = torch.cat([S, state.z.to(wide)[..., None]], -1) if normalise and state.z is not None else S
         S = _repeat(S, H)
     y, u = _repeat(y, H), _repeat(u, H)
 
@@ -137,8 +141,9 @@ def chunked_linear(
     else:
         out, S = _full(x, y, u, S, code)
     if normalise:
-        o, below = out[..., :e], out[..., e:]
-        o = torch.where(below != 0, o / torch.where(below != 0, below, 1.0), 0.0)
+        below = out[..., e:]
+        some = below.abs() >= LEAST[wide]
+        o = torch.where(some, out[..., :e] / torch.where(some, below, 1.0), 0.0)
     elif feature == "exp":
         # without a normaliser the shifts go back in; queries that are not the keys' tokens share one shift
         s = _repeat(shift_k, H)
@@ -149,26 +154,40 @@ def chunked_linear(
     return o.to(v.dtype), LinearState(S[..., :e], S[..., e] if normalise else None, log_scale)
 
 
-def run_codes(segments: Tensor) -> Tensor:
-    """(B, n) int32: the count of the token's run within its row, c, or −1 − c for padding after run c."""
-    return _runs(segments)[0]
+_last_runs: tuple = (None, None, None)
 
 
-def _runs(segments):
-    """The codes, and where a token's id is below that of the last real token before it."""
+def runs(segments: Tensor) -> tuple[Tensor, bool]:
+    """Codes (B, n) int32, and whether every segment is one run of tokens (padding aside).
+
+    A code is the count c of the token's run within its row, or −1 − c for padding after run c. The answer for
+    the last tensor seen is kept: the layers of a model share their segments, and asking waits for the device.
+    """
+    global _last_runs
+    version = None if segments.is_inference() else segments._version
+    known, known_version, answer = _last_runs
+    if known is not None and known() is segments and version is not None and known_version == version:
+        return answer
     if segments.shape[-1] == 0:
-        return segments.int(), segments < 0
+        return segments.int(), True
     real = segments >= 0
     at = torch.arange(segments.shape[-1], device=segments.device)
     last = torch.where(real, at, -1).cummax(-1).values
     before = torch.nn.functional.pad(last, (1, -1), value=-1)
     previous = torch.where(before >= 0, segments.gather(-1, before.clamp(min=0)), segments)
     run = (real & (segments != previous)).cumsum(-1, dtype=torch.int32)
-    return torch.where(real, run, -1 - run), real & (segments < previous)
+    contiguous = True
+    if (real & (segments < previous)).any():  # ids that only rise need no counting
+        ids = torch.nn.functional.pad(segments.clamp(min=-1).sort(-1).values, (1, 0), value=-1)
+        distinct = (ids[..., 1:] != ids[..., :-1]).sum(-1)
+        contiguous = bool((run[..., -1] + real.any(-1) == distinct).all())
+    answer = torch.where(real, run, -1 - run), contiguous
+    _last_runs = weakref.ref(segments), version, answer
+    return answer
 
 
 def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
-    """(B, H, n) log-decay in which padding does not decay: a padded sequence is worth what the bare one is."""
+    """(B, H, n), zero at padding, which does not decay: a padded sequence gives what the bare one gives."""
     if log_decay is None:
         return None
     decay = log_decay.to(dtype)
@@ -177,10 +196,10 @@ def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
 
 
 def exp_shifts(q, k, causal, decay, code, state, heads):
-    """Shifts of q and of k, scale of the state after the last token, decay with the shifts' in it, state on their scale.
+    """Shifts of q and k, scale of the last state, decay with the shifts' in it, first state on their scale.
 
-    Causal: s_t = max(s_{t−1}, max_r k_t) from the state's scale on, starting anew in each segment. Otherwise s is the
-    maximum over the segment. The shifts are constants: the result does not depend on them, so no gradient goes through.
+    Causal: s_t = max(s_{t−1}, max_r k_t) from the state's scale on, starting anew in each segment. Otherwise
+    s is the maximum over the segment. The result does not depend on it: no gradient goes through.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     shift_q = q.detach().amax(-1).to(wide)
@@ -195,7 +214,7 @@ def exp_shifts(q, k, causal, decay, code, state, heads):
     if code is not None:
         top = top.masked_fill((code < 0)[:, None], -torch.inf)
         run = torch.maximum(code, -1 - code).long()[:, None]
-    # a running maximum that starts anew with each run: lift run c by c · 2²⁰, well above any key with a finite exp
+    # a running maximum that starts anew with each run: lift run c by c · 2²⁰, far above any key there is
     lift = run * 2.0**20
     top = torch.maximum(top, torch.where(run == 0, floor[..., None], -torch.inf)).clamp(-(2.0**19), 2.0**19)
     s = (top + lift).cummax(-1).values - lift
@@ -221,7 +240,7 @@ def _features(x, feature, shift, real, dtype):
     x = x.to(dtype)
     match feature:
         case "elu1":
-            x = x.clamp(max=0).exp() + x.relu()
+            x = _Elu1.apply(x)
         case "relu":
             x = x.relu()
         case "exp":
@@ -232,16 +251,6 @@ def _features(x, feature, shift, real, dtype):
 def _repeat(x, heads):
     """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _contiguous(segments) -> bool:
-    """Is every segment one run? Ids that only rise are; others are counted."""
-    code, falls = _runs(segments)
-    if not falls.any():
-        return True
-    runs = torch.maximum(code, -1 - code)[..., -1] + (code >= 0).any(-1)
-    ids = torch.nn.functional.pad(segments.clamp(min=-1).sort(-1).values, (1, 0), value=-1)
-    return bool((runs == (ids[..., 1:] != ids[..., :-1]).sum(-1)).all())
 
 
 def _full(x, y, u, S0, code):
@@ -274,12 +283,16 @@ def _weights(decay, code, a, z):
     c = z - a
     if decay is None and code is None:
         return None
-    W = into = leave = keep = 1.0
+    W: Any = 1.0
+    into: Any = 1.0
+    leave: Any = 1.0
+    keep: Any = 1.0
     if decay is not None:
         b = decay[..., a:z].cumsum(-1)
         lower = torch.ones(c, c, dtype=torch.bool, device=b.device).tril()
         W = torch.where(lower, b[..., :, None] - b[..., None, :], -torch.inf).exp()
-        into, leave, keep = b.exp()[..., None], (b[..., -1:] - b).exp()[..., None], b[..., -1, None, None].exp()
+        into, leave = b.exp()[..., None], (b[..., -1:] - b).exp()[..., None]
+        keep = b[..., -1, None, None].exp()
     if code is not None:
         run = torch.maximum(code, -1 - code)[:, None]
         here, last = run[..., a:z], run[..., z - 1 : z]
@@ -307,7 +320,7 @@ def _forwards(x, y, u, S, decay, code):
 
 
 def _backwards(x, y, u, R, decay, code):
-    """The adjoint in time: out_j = Σ_{i≥j} w_ij (x_j·y_i) u_i + w_j (x_j R), and the gradient of the state before token 0."""
+    """The adjoint: out_j = Σ_{i≥j} w_ij (x_j·y_i) u_i + w_j (x_j R), and the gradient of the first state."""
     out = x.new_empty(*x.shape[:-1], u.shape[-1])
     for a, z in reversed(_chunks(x.shape[-2])):
         xc, yc, uc = x[..., a:z, :], y[..., a:z, :], u[..., a:z, :]
@@ -320,6 +333,21 @@ def _backwards(x, y, u, R, decay, code):
             torch.add((xc @ yc.mT).mul_(W.mT) @ uc, (xc @ R).mul_(leave), out=out[..., a:z, :])
             R = keep * R + (yc * into).mT @ uc
     return out, R
+
+
+class _Elu1(torch.autograd.Function):
+    """elu(x) + 1 without losing e^x beside 1, in few passes; keeps its result, as the product does anyway."""
+
+    @staticmethod
+    def forward(ctx, x):
+        phi = x.clamp(max=0).exp_().add_(x.relu())
+        ctx.save_for_backward(phi)
+        return phi
+
+    @staticmethod
+    def backward(ctx, grad):
+        (phi,) = ctx.saved_tensors
+        return grad * phi.clamp(max=1)
 
 
 class _Causal(torch.autograd.Function):
@@ -343,7 +371,7 @@ class _Causal(torch.autograd.Function):
         if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
             du, dS = _backwards(y, x, dout, dlast, decay, code)
         if wants_decay:
-            # differences of large sums: float64 keeps them exact enough over long sequences, and they are n numbers a head
+            # differences of large sums: float64 keeps them over long sequences, and they are n numbers a head
             change = (x.double() * dx - y.double() * dy).sum(-1)
             after = change.flip(-1).cumsum(-1).flip(-1) + (last.double() * dlast).sum((-2, -1))[..., None]
             ddecay = after.to(decay.dtype)

@@ -1,84 +1,53 @@
-"""Chunked linear attention in Triton: feature map, decay, segments, normaliser and state in three launches.
+"""Chunked linear attention in Triton: the same call as reference.py, three launches forward, four backward.
 
-    tokens      split into chunks of `span` tokens, each chunk into blocks of `block` tokens
-    forward     1. states    every chunk but the last, in parallel: S = Σ_j leave_j φk_j v_jᵀ, z = Σ_j leave_j φk_j
-                2. scan      x_c ← keep_{c−1} x_{c−1} + x_c over the chunks: the state before each chunk
-                3. outputs   every chunk in parallel, walking its blocks with S, z in registers:
-                             num = into (φq S) + P v,  den = into (φq·z) + Σ_j P_ij,  P = W ∘ φq φkᵀ,  o = num / den
-    backward    g_i = do_i / den_i,  c_i = −(do_i·o_i) / den_i: the normaliser is one more value column, [v, 1] against [g, c]
-                1. adjoints  every chunk: c, and R = Σ_i into_i φq_i g_iᵀ, y = Σ_i into_i φq_i c_i
-                2. scan      backwards over the chunks: R, y after each chunk
-                3. queries   walking forwards:   dφq = D φk + into (g Sᵀ + c zᵀ),  D = W ∘ (g vᵀ + c 1ᵀ)
-                4. keys      walking backwards:  dφk = Dᵀ φq + leave (v Rᵀ + yᵀ),  dv = Pᵀ g + leave (φk R)
-    weights     W, into, leave, keep as in reference.py; segments are runs, so one id tells whose state is carried
-    precision   S, z, R, y, den, c and all sums in float32. Operands of a product: bfloat16 for bfloat16 inputs, tf32 for
-                float16 (its mantissa, without its overflow: z passes 65504 after 64k tokens), three tf32 for float32
+    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
+    forward     states    each chunk by itself: Sᵀ = Σ_j leave_j v_j φk_jᵀ, z = Σ_j leave_j φk_j
+                scan      x_c ← keep_{c−1} x_{c−1} + x_c over the chunks: the state before each chunk
+                outputs   each chunk from the state before it:  P = W ∘ φq φkᵀ
+                          num = P v + into (φq S),  den = Σ_j P_ij + into (φq·z),  o = num / den
+    backward    the normaliser is one more value column, so with ψ_i = φq_i / den_i and δ_i = do_i·o_i
+                dv_j  = Σ_i w_ij (φk_j·ψ_i) do_i          dφk_j = Σ_i w_ij (v_j·do_i − δ_i) ψ_i
+                dφq_i = Σ_j w_ij (do_i·v_j − δ_i) φk_j / den_i
+                adjoints  each chunk by itself: δ, Rᵀ = Σ_i into_i do_i ψ_iᵀ, y = −Σ_i into_i δ_i ψ_i
+                scan      the same backwards: R and y after each chunk
+                queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
+                keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
+    weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
+                leave_j = exp(b_last − b_j), keep = exp(b_last); zero between segments
+    precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16,
+                tf32 for float16 (its mantissa without its overflow), 3×tf32 or IEEE for float32
 
-No atomics: each element is written by one program, in a fixed order, so runs are bit-equal. README.md has the derivation,
-the floors and the measurements.
+do and v go to the tensor cores as they lie in memory, only φk and ψ pass through registers: this is why 1/den
+stands on φq and the states are held transposed. z before each block is written by `states` (y after it by
+`adjoints`), so that no other walk has to sum over tokens. Each element is written by one program in a fixed
+order: runs are bit-equal. README.md has the floors, the measurements and what did not work.
 """
 
+# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference
-from .reference import LinearState
+from heedful.kernels.chunked_linear import launches, reference
+from heedful.kernels.chunked_linear.launches import INTERPRETED
+from heedful.kernels.chunked_linear.reference import LinearState
 
 WIDEST = 256
-INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Config(NamedTuple):
-    """How one kernel is laid out: columns a program of the axis it may split, warps, pipeline stages, a cap on registers."""
-
-    split: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-# Chosen on an H200 by benchmarks/gpu_chunked_linear.py --tune; the key is the width (r and e up to it) and the operands.
-BLOCKS = {(64, "bf16"): 64, (128, "bf16"): 64, (256, "bf16"): 64, (64, "fp32"): 64, (128, "fp32"): 32, (256, "fp32"): 16}
-CONFIGS = {
-    (64, "bf16"): dict(
-        states=Config(64, 4, 3),
-        outputs=Config(64, 4, 4),
-        adjoints=Config(64, 4, 3, 128),
-        queries=Config(64, 4, 4),
-        keys=Config(64, 4, 3),
-    ),
-    (128, "bf16"): dict(
-        states=Config(128, 8, 2),
-        outputs=Config(128, 8, 2),
-        adjoints=Config(128, 8, 2),
-        queries=Config(128, 8, 2),
-        keys=Config(128, 8, 2),
-    ),
-    (256, "bf16"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 8, 1)),
-    (64, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 4, 1)),
-    (128, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 8, 1)),
-    (256, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(32, 8, 1)),
-}
-PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
-LONGEST = 2048  # tokens a chunk
-SHORTEST = 128
+TINY = tl.constexpr(reference.LEAST[torch.float32])
 
 
 def objections(
     q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None, state=None
 ) -> list[str]:
     """Why the Triton kernels can't take these inputs, in sentences; an empty list if they can."""
-    said = reference.objections(
-        q, k, v, feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, segments=segments, state=state
-    )
+    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
+    said = reference.objections(q, k, v, **options, segments=segments, state=state)
     if said:
         return said
     if not (q.is_cuda or INTERPRETED):
@@ -93,7 +62,7 @@ def objections(
         said.append("exp features are shifted here, which only the normaliser takes out again.")
     if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
         said.append("the gradient of log_decay is not computed here.")
-    if segments is not None and not causal and bool((reference.run_codes(segments) > 0).any()):
+    if segments is not None and not causal and bool((reference.runs(segments)[0] > 0).any()):
         said.append("several segments in a row are taken only where causal is true.")
     return said
 
@@ -111,17 +80,18 @@ def chunked_linear(
     state: LinearState | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Linear attention and the state after the last token; the same call as `reference.chunked_linear`."""
-    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, segments=segments)
-    if said := objections(q, k, v, **options, state=state):
+    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
+    if said := objections(q, k, v, **options, segments=segments, state=state):
         raise ValueError(" ".join(said))
     heads = k.shape[1] if log_decay is None else q.shape[1]
-    code = None if segments is None else reference.run_codes(segments)
+    code = None if segments is None else reference.runs(segments)[0]
     shift_q = shift_k = log_scale = None
     decay = log_decay
     if feature == "exp":
         B, H, n, _ = q.shape
         decay = reference.token_decay(log_decay, code, B, H, n, torch.float32)
-        shift_q, shift_k, log_scale, decay, state = reference.exp_shifts(q, k, causal, decay, code, state, heads)
+        shifted = reference.exp_shifts(q, k, causal, decay, code, state, heads)
+        shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
     with _on(q):
         o, S, z = _Linear.apply(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads)
@@ -133,90 +103,6 @@ def _on(x):
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
-
-
-def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
-    """Every output and workspace is born here, so that a test can fill it with NaN first."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _tokens_like(shape, like):
-    """(B, heads, n, width) in the memory order of `like`: heads before tokens, or tokens before heads."""
-    B, h, n, w = shape
-    if like.stride(1) < like.stride(2):
-        return empty((B, n, h, w), like, like.dtype).transpose(1, 2)
-    return empty(shape, like, like.dtype)
-
-
-def _workspace(sizes, like):
-    """Float32 buffers of these sizes, each aligned, out of one allocation."""
-    padded = [max(64, _up(x, 64)) for x in sizes]
-    return empty((sum(padded),), like).split(padded)
-
-
-def _over(a, b) -> int:
-    return -(-a // b)
-
-
-def _up(a, b) -> int:
-    return -(-a // b) * b
-
-
-def _power(x) -> int:
-    return 1 << (x - 1).bit_length()
-
-
-def _span(n, rows) -> int:
-    """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
-    chunks = max(1, _over(PROGRAMS, rows))
-    return min(LONGEST, max(SHORTEST, _power(_over(n, chunks))))
-
-
-class _Plan:
-    """What the launches for inputs of one kind share: sizes, the kernels' constants, and the compiled kernels."""
-
-    def __init__(self, q, k, v, decay, code, given, feature, normalise, causal, heads):
-        self.B, self.H, self.n, self.r = q.shape
-        self.Hkv, self.m, self.e = v.shape[1:]
-        self.heads, self.normalise, self.causal = heads, normalise, causal
-        bf16 = q.dtype == torch.bfloat16
-        kind = max(64, _power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
-        self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
-        self.R, self.E = (max(16, _power(x)) for x in (self.r, self.e))
-        self.span = _span(max(self.n, self.m), self.B * heads)
-        self.chunks_q, self.chunks_k = _over(self.n, self.span), _over(self.m, self.span)
-        self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
-        whole = self.n % self.block == self.m % self.block == 0 and (self.r, self.e) == (self.R, self.E)
-        self.constants = dict(
-            FEATURE=feature,
-            NORMALISE=normalise,
-            CAUSAL=causal,
-            DECAY=0 if decay is None else (1 if decay.ndim == 1 else 2),
-            SEGMENTS=code is not None,
-            OPERAND=tl.bfloat16 if bf16 else tl.float32,
-            PRECISION="tf32" if q.dtype == torch.float16 else "tf32x3",
-            EVEN=whole and code is None,
-            BLOCK=self.block,
-        )
-        self.ready = {}
-
-
-_PLANS: dict = {}
-
-
-def _plan(q, k, v, decay, code, shift_q, shift_k, given, *options) -> _Plan:
-    """One plan for all inputs that Triton would compile alike: sizes, strides, dtype, alignment, device, options."""
-    tensors = [x for x in (q, k, v, decay, code, shift_q, shift_k) if x is not None]
-    key = (
-        q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, given, *options,
-        None if decay is None else decay.ndim, code is None, *(x.data_ptr() % 16 == 0 for x in tensors),
-    )
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= 1024:
-            _PLANS.clear()
-        plan = _PLANS[key] = _Plan(q, k, v, decay, code, given, *options)
-    return plan
 
 
 if INTERPRETED:
@@ -247,54 +133,84 @@ def _phi(x, shift, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def _rows(pointer, t, stride, column, width, real, EVEN: tl.constexpr):
+def _rows(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
     """A tile of tokens × columns as stored, zero outside and at padding, where there may be anything."""
     at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN:
+    if EVEN_N and EVEN_C:
         return tl.load(at)
+    elif EVEN_C:
+        return tl.load(at, mask=real[:, None], other=0)
+    elif EVEN_N:
+        return tl.load(at, mask=(column < width)[None, :], other=0)
     else:
         return tl.load(at, mask=real[:, None] & (column < width)[None, :], other=0)
 
 
 @triton.jit
-def _put(pointer, t, stride, column, width, tile, left, EVEN: tl.constexpr):
+def _put(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
     """Stores a tile of tokens × columns: what lies within the `left` tokens and the width."""
     at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN:
+    if EVEN_N and EVEN_C:
         tl.store(at, tile)
     else:
         tl.store(at, tile, mask=(t < left)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
-def _features(pointer, shift, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN: tl.constexpr):
-    """(x, φ(x)) of a tile, φ zero outside."""
-    x = _rows(pointer, t, stride, column, width, real, EVEN).to(tl.float32)
+def _features(
+    pointer,
+    shift,
+    t,
+    stride,
+    column,
+    width,
+    real,
+    FEATURE: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    CLEAR: tl.constexpr,
+):
+    """φ of a tile. Outside it is φ(0), or zero where it has to be: with CLEAR = 1 at columns beyond the width
+    (if keys are zero there, queries may hold anything), with CLEAR = 2 also at tokens that are not real."""
+    x = _rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32)
     s = t
     if FEATURE == "exp":
         s = tl.load(shift + t, mask=real, other=0)
     phi = _phi(x, s, FEATURE)
-    if EVEN or FEATURE == "identity":
-        return x, phi
-    else:
-        return x, tl.where(real[:, None] & (column < width)[None, :], phi, 0.0)
+    if FEATURE == "elu1" or FEATURE == "exp":
+        if CLEAR > 0 and not EVEN_C:
+            phi = tl.where((column < width)[None, :], phi, 0.0)
+        if CLEAR == 2 and not EVEN_N:
+            phi = tl.where(real[:, None], phi, 0.0)
+    return phi
 
 
 @triton.jit
-def _slope(pointer, shift, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN: tl.constexpr):
-    """φ′ of a tile."""
-    x, phi = _features(pointer, shift, t, stride, column, width, real, FEATURE, EVEN)
+def _slope(
+    pointer,
+    shift,
+    t,
+    stride,
+    column,
+    width,
+    real,
+    FEATURE: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+):
+    """φ′ of a tile, from φ."""
+    phi = _features(pointer, shift, t, stride, column, width, real, FEATURE, EVEN_N, EVEN_C, 0)
     if FEATURE == "elu1":
         return tl.minimum(phi, 1)
     elif FEATURE == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
+        return tl.where(phi > 0, 1.0, 0.0)
     else:
         return phi
 
 
 @triton.jit
 def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of the block at `start`: which tokens are real, b in powers of two, their runs, and into, leave, keep."""
+    """Of the block at `start`: which tokens are real, b (to base 2), their runs, and into, leave, keep."""
     i = tl.arange(0, BLOCK)
     t = start + i
     real = t < n
@@ -335,13 +251,17 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
 
 
 @triton.jit
+def _reciprocal(den):
+    """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
+    some = tl.abs(den) >= TINY
+    return tl.where(some, 1 / tl.where(some, den, 1.0), 0.0)
+
+
+@triton.jit
 def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, ADJOINT: tl.constexpr):
     """W ∘ a for a[query, key]; for a[key, query] with ADJOINT."""
     i = tl.arange(0, BLOCK)
-    if ADJOINT:
-        seen = i[None, :] >= i[:, None]
-    else:
-        seen = i[:, None] >= i[None, :]
+    seen = i[None, :] >= i[:, None] if ADJOINT else i[:, None] >= i[None, :]
     if SEGMENTS:
         seen = seen & (run[:, None] == run[None, :])
     if DECAY > 0:
@@ -353,12 +273,40 @@ def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.con
 
 @triton.jit
 def _states(
-    k, v, shift, decay, code, slots, keeps, sums,
-    k_b, k_h, k_t, v_b, v_h, v_t, n, span, chunks, r, e,
-    KV: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    k,
+    v,
+    shift,
+    decay,
+    code,
+    slots,
+    keeps,
+    sums,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One chunk's own Sᵀ and z, in slot c + 1 of its head, and z before each of its blocks; splits r."""
     pid = tl.program_id(0)
@@ -380,10 +328,10 @@ def _states(
     z = tl.zeros([R], tl.float32)
     kept = 1.0
     for at in range(0, tl.minimum(span, n - base), BLOCK):
-        real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
+        real, _b, _run, _into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        _, fk = _features(k, shift, t, k_t, cr, r, real, FEATURE, EVEN)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
+        fk = _features(k, shift, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         if NORMALISE and CAUSAL:
             tl.store(sums + at // BLOCK * r, z, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
@@ -410,10 +358,18 @@ def _link(keep1, x1, keep2, x2):
 
 @triton.jit
 def _scan(
-    slots, keeps, end, chunks, width,
-    GIVEN: tl.constexpr, WEIGHTED: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    slots,
+    keeps,
+    end,
+    chunks,
+    width,
+    GIVEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """x_c ← keep_{c−1} x_{c−1} + x_c over the slots 0 … chunks of a head, or x_c ← keep_c x_{c+1} + x_c backwards.
+    """x_c ← keep_{c−1} x_{c−1} + x_c over the slots of a head, or x_c ← keep_c x_{c+1} + x_c backwards.
 
     The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`.
     """
@@ -443,12 +399,51 @@ def _scan(
 
 @triton.jit
 def _outputs(
-    q, k, v, o, den, shift_q, shift_k, decay, code, slots, sums,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, n, span, chunks, r, e,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    q,
+    k,
+    v,
+    o,
+    den,
+    shift_q,
+    shift_k,
+    decay,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    o_b,
+    o_h,
+    o_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One chunk's outputs from the state before it; splits e."""
     pid = tl.program_id(0)
@@ -473,7 +468,8 @@ def _outputs(
     width = r * e + r if NORMALISE else r * e
     slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
     rows = tl.where(chunk + GIVEN > 0, r, 0)  # features of the state to read: none where there is none
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+    inside = (ce < e)[:, None] & (cr < rows)[None, :]
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
     z = tl.zeros([R], tl.float32)
     if NORMALISE:
         z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
@@ -481,7 +477,7 @@ def _outputs(
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        _, phi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN)
+        phi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         fq = phi.to(OPERAND)
         acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
         if NORMALISE:
@@ -490,8 +486,8 @@ def _outputs(
                 zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
-            _, fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
-            vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
+            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+            vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             a = tl.dot(fq, tl.trans(fk.to(OPERAND)), input_precision=PRECISION)
             a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
             if DECAY > 0 or SEGMENTS:
@@ -505,28 +501,59 @@ def _outputs(
                 below += tl.sum(a, 1)
             acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
+        if SEGMENTS:
+            acc = tl.where(real[:, None], acc, 0.0)
         if NORMALISE:
-            acc = acc * tl.where(below != 0, 1 / tl.where(below != 0, below, 1.0), 0.0)[:, None]
+            if SEGMENTS:
+                below = tl.where(real, below, 0.0)
+            acc = acc * _reciprocal(below)[:, None]
             if part == 0:
                 tl.store(den + t, below, mask=base + t < n)
-        _put(o, t, o_t, ce, e, acc, n - base, EVEN)
-
-
-@triton.jit
-def _inverse(den, t, real):
-    """1 / den, zero where a row attends to nothing."""
-    d = tl.load(den + t, mask=real, other=0.0)
-    return tl.where(d != 0, 1 / tl.where(d != 0, d, 1.0), 0.0)
+        _put(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
 def _adjoints(
-    q, o, do, den, delta, shift, decay, code, slots, keeps, sums,
-    q_b, q_h, q_t, o_b, o_h, o_t, do_b, do_h, do_t, n, span, chunks, r, e,
-    H: tl.constexpr, HEADS: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    q,
+    o,
+    do,
+    den,
+    delta,
+    shift,
+    decay,
+    code,
+    slots,
+    keeps,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    o_b,
+    o_h,
+    o_t,
+    do_b,
+    do_h,
+    do_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One chunk's δ, its own Rᵀ and y in slot c of its head, and y after each of its blocks; splits r."""
     pid = tl.program_id(0)
@@ -554,7 +581,7 @@ def _adjoints(
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
-        real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
+        real, _b, _run, into, _leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         if NORMALISE and CAUSAL:
             tl.store(sums + at // BLOCK * r, y, mask=cr < r)
@@ -563,12 +590,12 @@ def _adjoints(
             y = y * keep
             kept = kept * keep
         for h in tl.static_range(GROUP):
-            _, psi = _features(q + h * q_h, shift + h * n, t, q_t, cr, r, real, FEATURE, EVEN)
-            dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN)
+            psi = _features(q + h * q_h, shift + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
             scale = into
             if NORMALISE:
-                scale = scale * _inverse(den + h * n, t, real)
-                ob = _rows(o + h * o_h, t, o_t, ce, e, real, EVEN)
+                scale = scale * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))
+                ob = _rows(o + h * o_h, t, o_t, ce, e, real, EVEN_N, EVEN_C)
                 d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
                 if part == 0:
                     tl.store(delta + h * n + t, d, mask=base + t < n)
@@ -588,13 +615,56 @@ def _adjoints(
 
 @triton.jit
 def _queries(
-    q, k, v, do, den, delta, dq, shift_q, shift_k, decay, code, slots, sums,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-    n, span, chunks, r, e,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    den,
+    delta,
+    dq,
+    shift_q,
+    shift_k,
+    decay,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    do_b,
+    do_h,
+    do_t,
+    dq_b,
+    dq_h,
+    dq_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One chunk's dq from the state before it; splits r."""
     pid = tl.program_id(0)
@@ -621,7 +691,8 @@ def _queries(
     width = r * e + r if NORMALISE else r * e
     slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
     rows = tl.where(chunk + GIVEN > 0, r, 0)
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+    inside = (ce < e)[:, None] & (cr < rows)[None, :]
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
     z = tl.zeros([R], tl.float32)
     if NORMALISE:
         z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
@@ -629,7 +700,7 @@ def _queries(
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        dob = _rows(do, t, do_t, ce, e, real, EVEN).to(OPERAND)
+        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         grad = tl.zeros([BLOCK, R], tl.float32)
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
@@ -641,8 +712,8 @@ def _queries(
             d += minus[:, None]
         grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
         if CAUSAL:
-            _, fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
-            vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
+            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+            vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
@@ -654,27 +725,76 @@ def _queries(
                 z = z * keep
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if FEATURE != "identity":
-            grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN)
+            grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
         if NORMALISE:
-            grad = grad * _inverse(den, t, real)[:, None]
+            grad = grad * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
         if SEGMENTS:
             grad = tl.where(real[:, None], grad, 0.0)
-        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN)
+        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
 def _keys(
-    q, k, v, do, den, delta, dk, dv, shift_q, shift_k, decay, code, slots, sums,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    n, span, chunks, r, e,
-    H: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    den,
+    delta,
+    dk,
+    dv,
+    shift_q,
+    shift_k,
+    decay,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    do_b,
+    do_h,
+    do_t,
+    dk_b,
+    dk_h,
+    dk_t,
+    dv_b,
+    dv_h,
+    dv_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """One chunk's dk and dv; where the state is too wide for one program, dk alone splitting r, dv alone splitting e.
+    """One chunk's dk and dv; where the state is too wide for one program, dk alone splits r, dv alone e.
 
-    Sums over the query heads that share the state; n counts keys. Without CAUSAL the queries are all in the state.
+    Sums over the query heads that share the state; n counts keys. Without CAUSAL all queries are in it.
     """
     pid = tl.program_id(0)
     part = pid % PARTS
@@ -703,7 +823,8 @@ def _keys(
     width = r * e + r if NORMALISE else r * e
     slots += (row * (chunks + 1) + chunk + 1 if CAUSAL else row) * width
     rows = tl.where(chunk + 1 - GIVEN < chunks, r, 0) if CAUSAL else r
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+    inside = (ce < e)[:, None] & (cr < rows)[None, :]
+    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
     y = tl.zeros([R], tl.float32)
     if NORMALISE:
         y = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
@@ -713,9 +834,9 @@ def _keys(
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        _, phi = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
-        fk = phi.to(OPERAND)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN).to(OPERAND)
+        fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+        fk = fk.to(OPERAND)
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         held = S.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION)
@@ -736,10 +857,10 @@ def _keys(
                 S = S * keep
                 y = y * keep
             for h in tl.static_range(GROUP):
-                _, psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN)
-                dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN).to(OPERAND)
+                psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+                dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
                 if NORMALISE:
-                    psi = psi * _inverse(den + h * n, t, real)[:, None]
+                    psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
                 fq = psi.to(OPERAND)
                 if DV:
                     a = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
@@ -757,14 +878,14 @@ def _keys(
                 S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
             if FEATURE != "identity":
-                gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN)
+                gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
             if SEGMENTS:
                 gk = tl.where(real[:, None], gk, 0.0)
-            _put(dk, t, dk_t, cr, r, gk, n - base, EVEN)
+            _put(dk, t, dk_t, cr, r, gk, n - base, EVEN_N, EVEN_C)
         if DV:
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
-            _put(dv, t, dv_t, ce, e, gv, n - base, EVEN)
+            _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
 
 
 def _steps(*tensors):
@@ -781,107 +902,74 @@ def _or(pointer, other):
     return other if pointer is None else pointer
 
 
-def _launch(plan, key, pointers, describe):
-    """Launches what `describe` says; from the second time on by the compiled kernel itself.
-
-    Triton's own launch looks at every argument again, 50 µs a launch on a slow host; the plan's key and this one's
-    already stand for all it looks at.
-    """
-    ready = plan.ready.get(key)
-    if ready is None:
-        ready = _first(plan, pointers, *describe())
-        if not INTERPRETED:
-            plan.ready[key] = ready
-    else:
-        run, rest = ready
-        run(*pointers, *rest)
-
-
-def _first(plan, pointers, name, kernel, grid, numbers, constants):
-    """Compiles, launches, and returns what a further launch needs."""
-    config = plan.configs.get(name)
-    if config is not None:
-        constants = {**plan.constants, **constants}
-        options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
-    else:
-        options = dict(num_warps=4)
-    compiled = kernel[grid](*pointers, *numbers, **constants, **options)
-    rest = [constants[x] for x in kernel.arg_names[len(pointers) + len(numbers) :]]
-    return None if INTERPRETED else (compiled[(*grid, 1, 1)[:3]], (*numbers, *rest))
-
-
-def _parted(plan, name, splits, rows, chunks):
-    """The grid and the tile: one program for each row of heads, chunk and part of the axis that is split."""
-    R, E, parts, width = plan.R, plan.E, 1, plan.configs[name].split
-    if splits == "r":
-        R, parts = min(R, width), _over(R, width)
-    else:
-        E, parts = min(E, width), _over(E, width)
-    return (plan.B * rows * chunks * parts,), dict(R=R, E=E, PARTS=parts)
-
-
 def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
     def describe():
         c, tile = plan.constants, 64
         constants = dict(
-            GIVEN=given, WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"], REVERSE=reverse,
-            GROUP=min(64, _power(chunks)), TILE=tile,
+            GIVEN=given,
+            WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"],
+            REVERSE=reverse,
+            GROUP=min(64, launches.power(chunks)),
+            TILE=tile,
         )
-        return "scan", _scan, (_over(plan.slot, tile), plan.B * plan.heads), (chunks, plan.slot), constants
+        grid = launches.over(plan.slot, tile), plan.B * plan.heads
+        return "scan", _scan, grid, (chunks, plan.slot), constants
 
-    _launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
+    launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
 
 
-def _fill(slot, S, z, e):
-    """A state as the kernels keep it: Sᵀ, then z."""
-    B, heads, r = slot.shape[0], slot.shape[1], S.shape[2]
-    slot[..., : r * e].view(B, heads, e, r).copy_(S.mT)
+def _fill(plan, slots, at, chunks, S, z):
+    """Puts a state (zero where there is none) into slot `at` of every head: Sᵀ, then z."""
+    B, heads, r, e = plan.B, plan.heads, plan.r, plan.e
+    slot = slots[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, at]
+    slot.zero_()
+    if S is not None:
+        slot[..., : r * e].view(B, heads, e, r).copy_(S.mT)
     if z is not None:
         slot[..., r * e :] = z
 
 
 class _Linear(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the denominators, the states before each chunk and z before each block."""
+    """The launches joined: keeps q, k, v, o, den, the state before each chunk and z before each block."""
 
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads):
         q, k, v = _packed(q), _packed(k), _packed(v)
         decay = None if decay is None else decay.float().contiguous()
         given = S is not None
-        plan = _plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
+        plan = launches.plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
         B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
         chunks = plan.chunks_k
-        o = _tokens_like((B, H, n, e), q)
-        final = empty((B, heads, plan.slot), q)
-        den, slots, keeps, sums = _workspace(
+        o = launches.tokens_like((B, H, n, e), q)
+        final = launches.empty((B, heads, plan.slot), q)
+        den, slots, keeps, sums = launches.workspace(
             (
                 B * H * n * normalise,
                 B * heads * (chunks + 1) * plan.slot,
                 B * heads * chunks,
-                B * heads * _over(m, plan.block) * r * normalise * causal,
+                B * heads * launches.over(m, plan.block) * r * normalise * causal,
             ),
             q,
         )
         if given:
-            first = slots[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, 0]
-            _fill(first, S, z if normalise else None, e)
+            _fill(plan, slots, 0, chunks, S, z if normalise else None)
         sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
 
         def states():
-            grid, tile = _parted(plan, "states", "r", heads, chunks)
+            grid, tile = launches.parted(plan, "states", "r", heads, chunks)
             numbers = *_steps(k, v), m, plan.span, chunks, r, e
             return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=heads, **tile)
 
         def outputs():
-            grid, tile = _parted(plan, "outputs", "e", H, plan.chunks_q)
+            grid, tile = launches.parted(plan, "outputs", "e", H, plan.chunks_q)
             numbers = *_steps(q, k, v, o), n, plan.span, plan.chunks_q, r, e
             constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given or not causal)
             return "outputs", _outputs, grid, numbers, {**constants, **tile}
 
         held = slots if causal else final
-        _launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
+        launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
         _scan_slots(plan, slots, keeps, final, chunks, given, False)
-        _launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
+        launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
         ctx.save_for_backward(q, k, v, o, den, held, sums, decay, code, shift_q, shift_k)
         ctx.plan, ctx.given = plan, given
         ctx.set_materialize_grads(False)
@@ -896,53 +984,54 @@ class _Linear(torch.autograd.Function):
         B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
         do = torch.zeros_like(o) if do is None else _packed(do)
         chunks, given = plan.chunks_q, dS is not None or dz is not None
-        dq = _tokens_like(q.shape, q)
+        dq = launches.tokens_like(q.shape, q)
         # with a decay a key head has one gradient for each query head: they are summed below
-        dk, dv = _tokens_like((B, heads, m, r), k), _tokens_like((B, heads, m, e), v)
-        delta, back, keeps, after, first = _workspace(
+        dk, dv = launches.tokens_like((B, heads, m, r), k), launches.tokens_like((B, heads, m, e), v)
+        delta, back, keeps, after, first = launches.workspace(
             (
                 B * H * n * normalise,
                 B * heads * (chunks + 1) * plan.slot,
                 B * heads * chunks,
-                B * heads * _over(n, plan.block) * r * normalise * causal,
+                B * heads * launches.over(n, plan.block) * r * normalise * causal,
                 B * heads * plan.slot,
             ),
             q,
         )
         if given:
-            last = back[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, chunks]
-            last.zero_()
-            _fill(last, q.new_zeros(B, heads, r, e, dtype=torch.float32) if dS is None else dS, dz, e)
+            _fill(plan, back, chunks, chunks, dS, dz)
         sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
 
         def adjoints():
-            grid, tile = _parted(plan, "adjoints", "r", heads, chunks)
+            grid, tile = launches.parted(plan, "adjoints", "r", heads, chunks)
             numbers = *_steps(q, o, do), n, plan.span, chunks, r, e
             return "adjoints", _adjoints, grid, numbers, dict(H=H, HEADS=heads, **tile)
 
         def queries():
-            grid, tile = _parted(plan, "queries", "r", H, chunks)
+            grid, tile = launches.parted(plan, "queries", "r", H, chunks)
             numbers = *_steps(q, k, v, do, dq), n, plan.span, chunks, r, e
             constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=ctx.given or not causal)
             return "queries", _queries, grid, numbers, {**constants, **tile}
 
         def keys(splits, DK, DV):
             def describe():
-                grid, tile = _parted(plan, "keys", splits, heads, plan.chunks_k)
+                grid, tile = launches.parted(plan, "keys", splits, heads, plan.chunks_k)
                 numbers = *_steps(q, k, v, do, dk, dv), m, plan.span, plan.chunks_k, r, e
                 constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given, DK=DK, DV=DV)
                 return "keys", _keys, grid, numbers, {**constants, **tile}
 
             pointers = q, k, v, do, den, delta, dk, dv, sq, sk, dec, runs, back if causal else first, after
-            _launch(plan, ("keys", DK, DV, given, *incoming), pointers, describe)
+            launches.launch(plan, ("keys", DK, DV, given, *incoming), pointers, describe)
 
         incoming = *do.stride(), do.data_ptr() % 16
-        _launch(
+        launches.launch(
             plan, ("adjoints", *incoming), (q, o, do, den, delta, sq, dec, runs, back, keeps, after), adjoints
         )
         _scan_slots(plan, back, keeps, first, chunks, given, True)
-        _launch(
-            plan, ("queries", *incoming), (q, k, v, do, den, delta, dq, sq, sk, dec, runs, slots, sums), queries
+        launches.launch(
+            plan,
+            ("queries", *incoming),
+            (q, k, v, do, den, delta, dq, sq, sk, dec, runs, slots, sums),
+            queries,
         )
         if max(plan.R, plan.E) <= plan.configs["keys"].split:
             keys("r", True, True)

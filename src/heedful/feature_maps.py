@@ -1,0 +1,184 @@
+"""Feature maps of linear attention: weights are φ(q)·φ(k).
+
+A map gives `query(x)`, `key(x)` and `dim(d)`. A `LogFeatureMap` gives the logarithms of positive features instead, so
+that a mechanism can stabilise them without looking ahead. Maps that depend on positions take them as a second argument;
+the others ignore it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import comb, factorial, pi, sqrt
+
+import torch
+from torch import nn
+
+from heedful.shapes import Float, Int, Tensor
+
+
+class FeatureMap(nn.Module, ABC):
+    """φ for queries and for keys, (*b, n, d) → (*b, n, dim(d))."""
+
+    kernel_name: str | None = None
+    """What fused kernels call this map, where they compute it themselves."""
+
+    @abstractmethod
+    def query(
+        self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None
+    ) -> Float[Tensor, "*b n r"]:
+        """Features of queries."""
+
+    def key(self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None) -> Float[Tensor, "*b n r"]:
+        """Features of keys; those of queries unless a map says otherwise."""
+        return self.query(x, positions)
+
+    def dim(self, d: int) -> int:
+        """The number of features."""
+        return d
+
+
+class LogFeatureMap(FeatureMap):
+    """Positive features, given by their logarithms."""
+
+    @abstractmethod
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
+        """log φ of queries."""
+
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
+        """log φ of keys."""
+        return self.log_query(x)
+
+    def query(self, x, positions=None):
+        return self.log_query(x).exp()
+
+    def key(self, x, positions=None):
+        return self.log_key(x).exp()
+
+
+class Identity(FeatureMap):
+    """φ(x) = x: weights are q·k, signed."""
+
+    kernel_name = "identity"
+
+    def query(self, x, positions=None):
+        return x
+
+
+class Elu1(FeatureMap):
+    """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, arXiv:2006.16236)."""
+
+    kernel_name = "elu1"
+
+    def query(self, x, positions=None):
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 would round e^x away beside 1
+
+
+class Relu(FeatureMap):
+    """φ(x) = max(x, 0). Its kernel is Σ_l max(q_l, 0) max(k_l, 0), not max(q·k, 0), which has no feature map."""
+
+    kernel_name = "relu"
+
+    def query(self, x, positions=None):
+        return x.relu()
+
+
+class Exp(LogFeatureMap):
+    """φ(x) = exp(x), entry by entry. Its kernel is Σ_l exp(q_l + k_l), not exp(q·k)."""
+
+    def log_query(self, x):
+        return x
+
+
+class Cos(FeatureMap):
+    """φ(x) = cos(x), entry by entry: signed, so that a normaliser may vanish."""
+
+    def query(self, x, positions=None):
+        return x.cos()
+
+
+class CosFormer(FeatureMap):
+    """relu(q)·relu(k) cos(π (i − j) / 2M) (Qin et al. 2022, arXiv:2202.08791).
+
+    M is fixed and at least the length, so that outputs do not depend on padding: cos(a − b) = cos a cos b + sin a sin b
+    splits the factor into features of each position.
+    """
+
+    def __init__(self, length: int):
+        super().__init__()
+        if length < 1:
+            raise ValueError(f"length: expected the longest sequence there will be, got {length}.")
+        self.length = length
+
+    def query(self, x, positions=None):
+        if positions is None:
+            positions = torch.arange(x.shape[-2], device=x.device)
+        if positions.numel() and int(positions.max()) >= self.length:
+            raise ValueError(
+                f"positions: {int(positions.max())}, expected below length = {self.length}: beyond it the cosine turns "
+                "negative. Build CosFormer for the longest sequence."
+            )
+        angle = (positions.double() * (pi / 2 / self.length))[..., None]
+        x = x.relu()
+        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+
+    def dim(self, d):
+        return 2 * d
+
+
+class Polynomial(FeatureMap):
+    """Σ_{p ≤ degree} (scale · q·k)^p / p!, the start of the series of exp: tensor powers weighted by 1/√p!."""
+
+    def __init__(self, degree: int = 2, scale: float | None = None):
+        super().__init__()
+        if degree < 0:
+            raise ValueError(f"degree: expected 0 or more, got {degree}.")
+        self.degree = degree
+        self.scale = scale
+
+    def query(self, x, positions=None):
+        x = x * sqrt(x.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        power = torch.ones_like(x[..., :1])
+        parts = [power]
+        for p in range(1, self.degree + 1):
+            power = (power[..., :, None] * x[..., None, :]).flatten(-2)
+            parts.append(power / sqrt(factorial(p)))
+        return torch.cat(parts, -1)
+
+    def dim(self, d):
+        return sum(d**p for p in range(self.degree + 1))
+
+
+class Taylor(FeatureMap):
+    """1 + s + s²/2 with s = scale · q·k, always positive; each product x_a x_b is kept once.
+
+    Arora et al. 2024, arXiv:2402.18668.
+    """
+
+    def __init__(self, scale: float | None = None):
+        super().__init__()
+        self.scale = scale
+
+    def query(self, x, positions=None):
+        d = x.shape[-1]
+        x = x * sqrt(d**-0.5 if self.scale is None else self.scale)
+        a, b = torch.triu_indices(d, d, device=x.device)
+        weight = torch.ones(len(a), dtype=x.dtype, device=x.device).masked_fill_(a == b, sqrt(0.5))
+        return torch.cat([torch.ones_like(x[..., :1]), x, x[..., a] * x[..., b] * weight], -1)
+
+    def dim(self, d):
+        return 1 + d + comb(d + 1, 2)
+
+
+class Hedgehog(LogFeatureMap):
+    """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347)."""
+
+    def __init__(self, d: int, heads: int = 1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
+
+    def log_query(self, x):
+        y = x @ self.weight.to(x.dtype).mT
+        return torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], -1)
+
+    def dim(self, d):
+        return 2 * d

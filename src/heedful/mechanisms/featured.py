@@ -1,0 +1,236 @@
+"""What linear mechanisms share: features of queries and keys, one chunked kernel, one running state.
+
+    forward     chunks of c: inside by tril(φq φkᵀ), across by S      (kernels/chunked_linear)
+    recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
+    cost        2n(c(r + e) + 2re) flops, state r(e + 1)
+
+The normaliser is one more value column, kept in float32 or better. Features given by their logarithms are stabilised by
+the largest key so far, which is part of the state.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.feature_maps import FeatureMap, LogFeatureMap
+from heedful.kernels.chunked_linear import chunked_linear
+from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, LinearState, runs
+from heedful.patterns import Causal, Full, Pattern
+from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
+from heedful.shapes import Float, Int, Tensor
+
+
+class Running(NamedTuple):
+    """S = Σ φ(k) vᵀ, z = Σ φ(k), both times exp(log_scale) where features are given by logarithms; tokens so far."""
+
+    S: Float[Tensor, "*b r e"]
+    z: Float[Tensor, "*b r"] | None
+    log_scale: Float[Tensor, "*b"] | None
+    length: Int[Tensor, "*s"]
+
+
+class Featured(RecurrentMechanism):
+    """Base of `Linear` and `Retention`."""
+
+    kernel = chunked_linear
+
+    def __init__(self, feature_map: FeatureMap, pattern: Pattern, normalise: bool):
+        super().__init__(pattern)
+        if not isinstance(pattern, Full | Causal):
+            raise ValueError(
+                f"pattern: {pattern!r}, expected Full() or Causal(): a sum of features can't leave single keys out. "
+                "LowRankSparse joins a linear part with a pattern."
+            )
+        if not isinstance(feature_map, FeatureMap):
+            raise TypeError(f"feature_map: expected a FeatureMap such as Elu1(), got {type(feature_map).__name__}.")
+        self.feature_map = feature_map
+        self.normalise = normalise
+
+    def log_decay(self) -> Float[Tensor, " heads"] | None:
+        """log λ of each head, or None where nothing decays."""
+        return None
+
+    def matrix(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        n, m = q.shape[-2], k.shape[-2]
+        layout = resolve(segments, n, m, q.device)
+        sees = visible(self.pattern, n, m, segments, q.device)
+        distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
+        decay = self.log_decay()
+        fade = torch.zeros_like(distance) if decay is None else decay[..., None, None] * distance
+        fade = fade.masked_fill(~sees, 0).to(q.dtype)
+        if isinstance(self.feature_map, LogFeatureMap):
+            log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k)) + fade
+            log = log.masked_fill(~sees, -torch.inf)
+            if not self.normalise or m == 0:
+                return log.exp()
+            total = log.logsumexp(-1, keepdim=True)
+            return (log - total.masked_fill(total == -torch.inf, 0)).exp()
+        weights = self.feature_map.query(q, layout.query_positions) @ self.feature_map.key(k, layout.key_positions).mT
+        weights = torch.where(sees, weights * fade.exp(), 0)
+        if not self.normalise:
+            return weights
+        total = weights.sum(-1, keepdim=True)
+        return torch.where(total == 0, 0, weights / total.masked_fill(total == 0, 1))
+
+    def forward(self, q, k, v, *, segments=None):
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        if isinstance(segments, tuple):
+            return per_segment(self, q, k, v, segments)
+        return self._run(q, k, v, segments)[0]
+
+    def prefill(self, q, k, v, *, segments=None):
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        if isinstance(segments, tuple):
+            raise ValueError("segments: a pair, expected one tensor: tokens that follow are queries and keys alike.")
+        out, state = self._run(q, k, v, segments)
+        batch, wide = out.shape[:-2], _state_dtype(q.dtype)
+        S, z, scale = (None if x is None else x.reshape(*batch, *x.shape[2:]).to(wide) for x in state)
+        ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
+        return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
+
+    def _run(self, q, k, v, segments: Tensor | None) -> tuple[Tensor, LinearState]:
+        """Output, and the state as the kernel has it."""
+        n, m = q.shape[-2], k.shape[-2]
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        if n < m:  # the queries follow a cache: give the cached tokens queries too, and drop their rows
+            q = torch.cat([q.new_zeros(*q.shape[:-2], m - n, q.shape[-1]), q], -2)
+        back = None
+        if segments is not None:
+            q, k, v = (x.masked_fill(segments[..., None] < 0, 0) for x in (q, k, v))  # padding may hold anything
+            if not _in_runs(segments):
+                order, back = _into_runs(segments)
+                q, k, v = (take_tokens(x, order) for x in (q, k, v))
+                segments = segments.gather(-1, order)
+        inputs, options = self._kernel_inputs(q, k, v, segments)
+        out, state = self.kernel(*inputs, **options)
+        out = out.reshape(*batch, *out.shape[-2:])
+        out = out if back is None else take_tokens(out, back)
+        return out[..., out.shape[-2] - n :, :], state
+
+    def _kernel_inputs(self, q, k, v, segments: Tensor | None) -> tuple[list[Tensor], dict[str, Any]]:
+        """The kernel takes (batch, heads, tokens, width) and (batch, tokens), segments in runs, n = m or Full."""
+        n, m = q.shape[-2], k.shape[-2]
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        if isinstance(self.feature_map, LogFeatureMap):
+            name, q, k = "exp", self.feature_map.log_query(q), self.feature_map.log_key(k)
+        elif self.feature_map.kernel_name is not None:
+            name = self.feature_map.kernel_name
+        else:
+            where = resolve(segments, m, m, q.device).key_positions
+            name, q, k = (
+                "identity",
+                self.feature_map.query(q, where if n <= m else None),
+                self.feature_map.key(k, where),
+            )
+        shared = segments is None or segments.ndim < 2 or segments.shape[-2] == 1  # all heads have the same segments
+        rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
+        size = prod(rows), heads
+        if segments is not None:
+            ids = segments.squeeze(-2) if shared and segments.ndim > 1 else segments
+            segments = ids.expand(*rows, m).reshape(size[0], m)
+        decay = self.log_decay()
+        if decay is not None:
+            decay = decay.expand(batch).reshape(*size, 1).expand(*size, max(n, m))
+        options = {
+            "feature": name,
+            "normalise": self.normalise,
+            "causal": isinstance(self.pattern, Causal),
+            "log_decay": decay,
+            "segments": segments,
+        }
+        return [x.expand(*batch, *x.shape[-2:]).reshape(*size, *x.shape[-2:]) for x in (q, k, v)], options
+
+    def init_state(self, q, k, v) -> Running:
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        wide = _state_dtype(q.dtype)
+        r = self.feature_map.dim(q.shape[-1])
+        logs = isinstance(self.feature_map, LogFeatureMap)
+        return Running(
+            q.new_zeros(*batch, r, v.shape[-1], dtype=wide),
+            q.new_zeros(*batch, r, dtype=wide) if self.normalise else None,
+            q.new_zeros(batch, dtype=wide) if logs else None,
+            torch.zeros((), dtype=torch.long, device=q.device),
+        )
+
+    def step(self, state: Running, q, k, v):
+        check_token(q, k, v, d=q.shape[-1], e=state.S.shape[-1])
+        if self.feature_map.dim(q.shape[-1]) != state.S.shape[-2]:
+            raise ValueError(
+                f"q: width {q.shape[-1]} gives {self.feature_map.dim(q.shape[-1])} features, expected "
+                f"{state.S.shape[-2]} as in the state. Likely cause: a state of another layer."
+            )
+        dtype, wide = q.dtype, state.S.dtype
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        S, z, scale, lift = state.S, state.z, state.log_scale, None
+        if scale is not None and isinstance(self.feature_map, LogFeatureMap):
+            x, y = self.feature_map.log_query(q), self.feature_map.log_key(k)
+            top = x.amax(-1, keepdim=True)
+            before = scale.masked_fill(state.length == 0, -torch.inf)  # an empty state has no scale yet
+            scale = torch.maximum(before, y.amax((-2, -1)))
+            fall = (before - scale).exp()
+            S, z = S * fall[..., None, None], None if z is None else z * fall[..., None]
+            x, y, lift = (x - top).exp(), (y - scale[..., None, None]).exp(), top + scale[..., None, None]
+        else:
+            here = state.length[..., None]
+            x, y = self.feature_map.query(q, here), self.feature_map.key(k, here)
+        decay = self.log_decay()
+        if decay is not None:
+            keep = decay.to(wide).exp()
+            S, z = S * keep[..., None, None], None if z is None else z * keep[..., None]
+        S = S + y.mT @ v
+        out = x @ S
+        if z is not None:
+            z = z + y[..., 0, :]
+            total = x @ z[..., None]
+            some = total.abs() >= LEAST[wide]
+            out = torch.where(some, out / torch.where(some, total, 1), 0)
+        elif lift is not None:
+            out = out * lift.exp()
+        return out.to(dtype), Running(S, z, scale, state.length + 1)
+
+    def cost(self, dims: Dims) -> Cost:
+        r, e = self.feature_map.dim(dims.d), dims.e + self.normalise
+        chunk = CHUNK if isinstance(self.pattern, Causal) else 0
+        tokens = max(dims.n, dims.m)
+        inside = min(chunk, tokens) * (r + e)
+        logs = isinstance(self.feature_map, LogFeatureMap)
+        return Cost(
+            flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e),
+            bytes=dims.io_bytes,
+            state=dims.batch * (r * e + logs),
+        )
+
+    def explain(self, q, k, v, *, segments=None):
+        if isinstance(segments, tuple):
+            return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
+        if q.shape[-2] < k.shape[-2]:
+            q = q.new_zeros(*q.shape[:-2], *k.shape[-2:])
+        inputs, options = self._kernel_inputs(q, k, v, segments)
+        return self.kernel.explain(*inputs, **options)
+
+
+def _state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """One size up from the inputs: a sum over a hundred thousand tokens rounds as often."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _in_runs(segments: Tensor) -> bool:
+    """Whether each segment is one run of tokens, which is what kernels take."""
+    return runs(segments.reshape(-1, segments.shape[-1]))[1]
+
+
+def _into_runs(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of the tokens in which each segment is one run, the last one last, and the way back."""
+    order = torch.where(in_last(segments), segments.max() + 1, segments).argsort(dim=-1, stable=True)
+    return order, order.argsort(dim=-1)
+
+
+def _log_products(x: Tensor, y: Tensor) -> Tensor:
+    """log Σ_r exp(x_ir + y_jr), a few rows at a time."""
+    rows = [(part[..., :, None, :] + y[..., None, :, :]).logsumexp(-1) for part in x.split(64, -2)]
+    return torch.cat(rows, -2) if rows else x @ y.mT

@@ -1,0 +1,49 @@
+"""Retention (Sun et al. 2023, arXiv:2307.08621): linear attention whose memory fades by λ a token.
+
+matrix      A_ij = λ^{i−j} φ(q_i)·φ(k_j) / z_i,  j ≤ i;  z_i = Σ_{l≤i} λ^{i−l} φ(q_i)·φ(k_l), or 1
+fast        chunks of c, the decay carried in logarithms
+recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
+cost        2n(c(r + e) + 2re) flops, state r(e + 1), or re without normaliser
+"""
+
+from __future__ import annotations
+
+import torch
+
+from heedful.feature_maps import Elu1, FeatureMap, Identity
+from heedful.mechanisms.featured import Featured
+from heedful.patterns import Causal
+from heedful.shapes import Float, Tensor
+
+
+class Retention(Featured):
+    """Linear attention with decay: one λ for all heads, or one for each.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 1, 4, 1000, 16).unbind()
+    >>> h.Retention(torch.tensor([0.9, 0.95, 0.99, 1.0]))(q, k, v).shape
+    torch.Size([1, 4, 1000, 16])
+
+    Normalised, it takes positive features (elu + 1) by default; not normalised, q·k itself, as in the paper.
+    """
+
+    log_lambda: Tensor
+
+    def __init__(
+        self,
+        decay: float | Float[Tensor, " heads"] = 0.97,
+        normalise: bool = False,
+        feature_map: FeatureMap | None = None,
+    ):
+        default = Elu1() if normalise else Identity()
+        super().__init__(default if feature_map is None else feature_map, Causal(), normalise)
+        decay = torch.as_tensor(decay, dtype=torch.float64)
+        if decay.ndim > 1 or not bool(((decay > 0) & (decay <= 1)).all()):
+            raise ValueError(f"decay: expected one number in (0, 1], or one for each head, got {decay.tolist()}.")
+        self.register_buffer("log_lambda", decay.log())
+
+    def log_decay(self):
+        return self.log_lambda
+
+    def extra_repr(self) -> str:
+        return f"decay={self.log_lambda.exp().tolist()}, normalise={self.normalise}"
