@@ -25,10 +25,10 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def query(
         self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None
-    ) -> Float[Tensor, "*b n r"]:
+    ) -> Float[Tensor, "*c n r"]:
         """Features of queries."""
 
-    def key(self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None) -> Float[Tensor, "*b n r"]:
+    def key(self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None) -> Float[Tensor, "*c n r"]:
         """Features of keys; those of queries unless a map says otherwise."""
         return self.query(x, positions)
 
@@ -41,10 +41,10 @@ class LogFeatureMap(FeatureMap):
     """Positive features, given by their logarithms."""
 
     @abstractmethod
-    def log_query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*c n r"]:
         """log φ of queries."""
 
-    def log_key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*c n r"]:
         """log φ of keys."""
         return self.log_query(x)
 

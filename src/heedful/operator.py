@@ -53,7 +53,12 @@ class AttentionOperator:
             )
         if x.dtype != self.dtype:
             raise TypeError(f"x: dtype {x.dtype}, expected {self.dtype} like q and k.")
-        batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+        try:
+            batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+        except RuntimeError:
+            raise ValueError(
+                f"x: batch axes {tuple(x.shape[:-2])}, expected {self.shape[:-2]} or fewer: A is {self.shape}."
+            ) from None
         return self._apply(x.expand(*batch, *x.shape[-2:]))
 
     @property

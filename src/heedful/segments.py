@@ -149,9 +149,9 @@ def visible(pattern: Pattern, n: int, m: int, segments: Segments | None, device=
 
 def per_segment(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Float[Tensor, "*b n d"],
-    k: Float[Tensor, "*b m d"],
-    v: Float[Tensor, "*b m e"],
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    v: Float[Tensor, "*#b m e"],
     segments: Segments,
 ) -> Float[Tensor, "*b n e"]:
     """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment."""

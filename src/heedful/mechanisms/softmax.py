@@ -91,17 +91,18 @@ class Softmax(Scored):
         if self.softcap is not None:
             z = self.softcap * torch.tanh(z / self.softcap)
         if self.bias is not None:
-            z = z + self.bias
+            z = z + self.bias.to(z.dtype)
         if self.bias_function is not None:
             layout = resolve(segments, n, m, q.device)
-            z = z + self.bias_function(layout.query_positions[..., None], layout.key_positions[..., None, :])
+            bias = self.bias_function(layout.query_positions[..., None], layout.key_positions[..., None, :])
+            z = z + bias.to(z.dtype)
         z = (z / self.temperature).masked_fill(~visible(self.pattern, n, m, segments, q.device), -torch.inf)
         if m == 0:
             return z
         top = z.amax(-1, keepdim=True)
         rest = torch.zeros_like(top)
         if self.sink is not None:
-            sink = self.sink[..., None, None] / self.temperature
+            sink = self.sink[..., None, None].to(z.dtype) / self.temperature
             top = torch.maximum(top, sink)
             rest = (sink - top).exp()
         weights = (z - top.masked_fill(top == -torch.inf, 0)).exp()

@@ -31,7 +31,17 @@ from heedful.testing import algebra, arithmetic, batches, costs, manners, stream
 from heedful.testing.case import Case, DoesNotApply
 from heedful.testing.flops import FlopCounter, UnknownOperation
 
-__all__ = ["CHECKS", "Case", "DoesNotApply", "FlopCounter", "Outcome", "Report", "UnknownOperation", "check_mechanism", "examine"]
+__all__ = [
+    "CHECKS",
+    "Case",
+    "DoesNotApply",
+    "FlopCounter",
+    "Outcome",
+    "Report",
+    "UnknownOperation",
+    "check_mechanism",
+    "examine",
+]
 
 CHECKS: dict[str, Callable[[Case], None]] = {
     check.__name__: check
@@ -51,6 +61,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         batches.strides_do_not_matter,
         batches.batch_axes_broadcast,
         arithmetic.precision_is_no_worse_than_naive,
+        arithmetic.products_and_steps_are_as_precise,
         arithmetic.inputs_are_left_alone,
         arithmetic.large_logits_stay_finite,
         arithmetic.masked_rows_are_zero,
@@ -167,7 +178,8 @@ def check_mechanism(
     if not report.passed:
         broken = [f"{name}: {report.outcomes[name].why}" for name in report.names("failed")]
         raise AssertionError(
-            f"{report.mechanism} breaks {len(broken)} of {len(report.outcomes)} laws of the contract:\n\n" + "\n\n".join(broken)
+            f"{report.mechanism} breaks {len(broken)} of {len(report.outcomes)} laws of the contract:\n\n"
+            + "\n\n".join(broken)
         )
     return report
 
@@ -176,7 +188,9 @@ def examine(case: Case, checks: Iterable[str] | None = None) -> Report:
     """Run the checks one after the other and report, whatever happens."""
     chosen = list(CHECKS if checks is None else checks)
     if unknown := [name for name in chosen if name not in CHECKS]:
-        raise ValueError(f"checks: no check is called {', '.join(unknown)}; expected names from heedful.testing.CHECKS.")
+        raise ValueError(
+            f"checks: no check is called {', '.join(unknown)}; expected names from heedful.testing.CHECKS."
+        )
     return Report(repr(case.mechanism()), {name: _outcome(CHECKS[name], case) for name in chosen})
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
+from heedful.core import Mechanism
+from heedful.segments import Segments
 from heedful.shapes import Tensor
 from heedful.testing.case import Case, Oracle, assert_agrees, dense, oracle, oracles
 
@@ -34,7 +39,9 @@ def outputs_add_up_with_the_values(case: Case) -> None:
     for n, m in ((7, 7), (20, 100)):
         q, k, v1 = case.draw(n, m, seed=1)
         v2 = 10 * case.draw(n, m, seed=2)[2]
-        want = oracle(lambda *x: 2 * mechanism(*x[:3]) - 3 * mechanism(x[0], x[1], x[3]), q, k, v1, v2, terms=m + case.d)
+        want = oracle(
+            lambda *x: 2 * mechanism(*x[:3]) - 3 * mechanism(x[0], x[1], x[3]), q, k, v1, v2, terms=m + case.d
+        )
         assert_agrees(
             mechanism(q, k, 2 * v1 - 3 * v2),
             want,
@@ -59,7 +66,13 @@ def operator_is_the_matrix(case: Case) -> None:
 def _products_agree(A, full: Tensor, where: str) -> None:
     n, m = full.shape[-2:]
     generator = torch.Generator().manual_seed(4)
-    for columns, batch in ((1, full.shape[:-2]), (3, ()), (40, full.shape[:-2]), (2, (3, *full.shape[:-2])), (None, ())):
+    for columns, batch in (
+        (1, full.shape[:-2]),
+        (3, ()),
+        (40, full.shape[:-2]),
+        (2, (3, *full.shape[:-2])),
+        (None, ()),
+    ):
         tail = () if columns is None else (columns,)
         x, y = (torch.randn(*batch, size, *tail, generator=generator, dtype=full.dtype) for size in (m, n))
         shape = f"{where}, x {tuple(x.shape)}"
@@ -89,28 +102,26 @@ def _parts_agree(A, full: Tensor, where: str) -> None:
 def gradients_are_those_of_the_matrix(case: Case) -> None:
     """Gradients in q, k, v and in every parameter equal those of matrix(q, k) @ v."""
     mechanism = case.mechanism()
-    names = [name for name, p in mechanism.named_parameters() if p.requires_grad]
-    parameters = [p for p in mechanism.parameters() if p.requires_grad]
+    learned = {name: p for name, p in mechanism.named_parameters() if p.requires_grad}
     ids = torch.tensor([0] * 20 + [1] * 25 + [-1] * 5 + [2] * 50)
+
+    def gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        wanted = [*leaves, *learned.values()]
+        return torch.autograd.grad(call(*leaves), wanted, weight, allow_unused=True, materialize_grads=True)
+
     for n, m, segments in ((100, 100, None), (20, 63, None), (100, 100, ids)):
-        q, k, v = case.draw(n, m, seed=5)
-        weight = case.draw(n, e=case.e, seed=6)[2]
-
-        def gradients(call, q, k, v, weight=weight):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            wanted = [*leaves, *parameters]
-            return torch.autograd.grad(call(*leaves), wanted, weight, allow_unused=True, materialize_grads=True)
-
-        want = oracles(
-            lambda *x, s=segments: gradients(lambda q, k, v: dense(mechanism, q, k, v, s), *x),
-            *(q, k, v),
-            terms=n + m + case.d,
-        )
-        got = gradients(lambda q, k, v, s=segments: mechanism(q, k, v, segments=s), q, k, v)
-        for name, one, other in zip(["q", "k", "v", *names], got, want, strict=True):
+        inputs, weight = case.draw(n, m, seed=5), case.draw(n, seed=6)[2]
+        slow, fast = partial(_dense_under, mechanism, segments), partial(mechanism, segments=segments)
+        want = oracles(lambda *x, f=slow, w=weight: gradients(f, x, w), *inputs, terms=n + m + case.d)
+        for name, one, other in zip(["q", "k", "v", *learned], gradients(fast, inputs, weight), want, strict=True):
             assert_agrees(
                 one,
                 other,
                 f"gradient in {name} at n = {n}, m = {m}{'' if segments is None else ', packed'}",
                 "a hand-written backward pass is wrong, or a tensor was detached",
             )
+
+
+def _dense_under(mechanism: Mechanism, segments: Segments | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense(mechanism, q, k, v, segments)

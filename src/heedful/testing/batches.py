@@ -46,11 +46,17 @@ def padded_and_packed_equal_separate(case: Case) -> None:
     mechanism = case.mechanism()
     for name, n, m, segments, query_ids, key_ids in _layouts(case):
         q, k, v = case.draw(n, m, seed=3, batch=(len(query_ids),))
-        want = oracle(lambda *x, a=query_ids, b=key_ids: separate(mechanism, *x, a, b), q, k, v, terms=m + case.d)
-        cause = "padding or a neighbour enters a normaliser (mask the keys, not only the values), or positions are absolute"
+        want = oracle(
+            lambda *x, a=query_ids, b=key_ids: separate(mechanism, x[0], x[1], x[2], a, b), q, k, v, terms=m + case.d
+        )
+        cause = (
+            "padding or a neighbour enters a normaliser (mask the keys, not only the values), or positions are absolute"
+        )
         assert_agrees(mechanism(q, k, v, segments=segments), want, f"forward under {name}", cause)
         assert_agrees(dense(mechanism, q, k, v, segments), want, f"matrix under {name}", cause)
-        assert_zero(mechanism(q, k, v, segments=segments).mT[..., _padding(query_ids)], f"padded queries, {name}", cause)
+        assert_zero(
+            mechanism(q, k, v, segments=segments).mT[..., _padding(query_ids)], f"padded queries, {name}", cause
+        )
 
 
 def padding_has_no_say(case: Case) -> None:
@@ -70,7 +76,9 @@ def padding_has_no_say(case: Case) -> None:
         for what, one, clean in zip(("the output", "grad q", "grad k", "grad v"), dirty, want, strict=True):
             cause = "weights of padded keys are made small instead of zero, or padding enters a maximum"
             assert_agrees(one, clean, f"{what} with {GARBAGE:g} in {side} padding", cause)
-            assert_zero(one[hidden.expand_as(one)], f"{what} at {side} padding", "the mask is applied after the product")
+            assert_zero(
+                one[hidden.expand_as(one)], f"{what} at {side} padding", "the mask is applied after the product"
+            )
 
 
 def empty_sequences_work(case: Case) -> None:
@@ -144,7 +152,9 @@ def batch_axes_broadcast(case: Case) -> None:
         got = with_gradients(mechanism, small, weight)
         shape = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", small, strict=True))
         for what, one, other in zip(("output", "grad q", "grad k", "grad v"), got, want, strict=True):
-            assert_agrees(one, other, f"{what} with {name}: {shape}", "batch axes are flattened before they are broadcast")
+            assert_agrees(
+                one, other, f"{what} with {name}: {shape}", "batch axes are flattened before they are broadcast"
+            )
 
 
 def _padding(ids: Tensor) -> Tensor:

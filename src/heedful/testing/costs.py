@@ -24,11 +24,11 @@ worst (random blocks), while another power of the length would show as 2×.
 
 
 def flops_are_what_cost_says(case: Case) -> None:
-    """cost.flops agrees with a counter that refuses unknown operations, at three shapes, and grows as it does."""
+    """cost.flops agrees with a counter that refuses unknown operations, at four shapes, and grows as it does."""
     mechanism, n = case.full_size(), case.length
     d = case.d
     said, ran = {}, {}
-    for shape in ((n, n, d), (n // 2, n // 2, d), (n, n, 3 * d), (n // 8, n, d)):
+    for shape in ((n, n, d), (n // 2, n // 2, d), (n, n, 4 * d), (n // 8, n, d)):
         queries, keys, e = shape
         q, k, v = case.draw(queries, keys, seed=1, batch=(1,), e=e, dtype=torch.float32)
         with torch.no_grad(), FlopCounter() as counter:
@@ -36,8 +36,8 @@ def flops_are_what_cost_says(case: Case) -> None:
         said[shape], ran[shape] = mechanism.cost(Dims.of(q, k, v)).flops, counter.flops
         assert LEAST * ran[shape] <= said[shape] <= MOST * ran[shape], (
             f"cost.flops at n = {queries}, m = {keys}, d = {d}, e = {e}: {said[shape]:,}, but {ran[shape]:,} ran "
-            f"({_ratio(said[shape], ran[shape]):.2f}×, expected {LEAST} to {MOST}): {dict(counter.by_operation)}. Likely "
-            "cause: a multiply-add counts as two; the batch counts; masked pairs do not; d and e are confused."
+            f"({_ratio(said[shape], ran[shape]):.2f}×, expected {LEAST} to {MOST}): {dict(counter.by_operation)}. "
+            "Likely cause: a multiply-add counts as two; the batch counts; masked pairs do not; d and e are confused."
         )
     long, short = (n, n, d), (n // 2, n // 2, d)
     grows, should = _ratio(ran[long], ran[short]), _ratio(said[long], said[short])
@@ -55,10 +55,12 @@ def bytes_cover_the_inputs(case: Case) -> None:
         assert isinstance(cost, Cost), f"cost({dims}) is {type(cost).__name__}, expected heedful.Cost."
         for name in ("flops", "bytes"):
             kind = type(getattr(cost, name))
-            assert kind is int, f"cost.{name} at {dims} is {kind.__name__}, expected int. Likely cause: `/` or a tensor."
+            assert kind is int, (
+                f"cost.{name} at {dims} is {kind.__name__}, expected int. Likely cause: `/` or a tensor."
+            )
         assert cost.bytes >= dims.io_bytes, (
-            f"cost.bytes at {dims}: {cost.bytes:,}, expected at least {dims.io_bytes:,}, each input read and the output "
-            "written once. Likely cause: itemsize or batch was left out."
+            f"cost.bytes at {dims}: {cost.bytes:,}, expected at least {dims.io_bytes:,}, each input read and the "
+            "output written once. Likely cause: itemsize or batch was left out."
         )
 
 
@@ -68,15 +70,17 @@ def state_is_what_cost_says(case: Case) -> None:
     if not isinstance(mechanism, RecurrentMechanism):
         state = mechanism.cost(Dims(8, 8, case.d, case.e)).state
         assert state is None, f"cost.state is {state} for a mechanism without a recurrence, expected None."
-        raise DoesNotApply(f"{type(mechanism).__name__} is no RecurrentMechanism (and cost.state is None, as it should)")
+        raise DoesNotApply(
+            f"{type(mechanism).__name__} is no RecurrentMechanism (and cost.state is None, as it should)"
+        )
     for m in (0, 1, 20, 41):
         q, k, v = case.draw(m, seed=2, batch=(3,))
         kept = sum(x.numel() for x in _tensors(mechanism.prefill(q, k, v)[1]) if x.is_floating_point())
         said = mechanism.cost(Dims.of(q, k, v)).state
         assert said == kept, (
             f"cost.state after m = {m} tokens: {said}, but the state holds {kept} floating-point numbers "
-            f"(batch 3 · {case.heads} heads, d = {case.d}, e = {case.e}). Likely cause: the batch or the normaliser was "
-            "left out, or prefill keeps what no later query may see."
+            f"(batch 3 · {case.heads} heads, d = {case.d}, e = {case.e}). Likely cause: the batch or the normaliser "
+            "was left out, or prefill keeps what no later query may see."
         )
 
 

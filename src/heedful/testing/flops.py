@@ -1,8 +1,8 @@
 """Counts the floating-point operations that really run, and refuses to guess.
 
-    counted     matrix products (a multiply-add is two), fused attention, prefix sums, dense factorisations
-    free        elementwise operations, reductions, views, copies, indexing, sorting: what `Cost.flops` leaves out too
-    unknown     an error with the name of the operation, because a counter that skips what it does not know proves nothing
+counted     matrix products (a multiply-add is two), fused attention, prefix sums, dense factorisations
+free        elementwise operations, reductions, views, copies, indexing, sorting: what `Cost.flops` leaves out too
+unknown     an error with the name of the operation, because a counter that skips what it does not know proves nothing
 """
 
 from __future__ import annotations
@@ -65,20 +65,25 @@ def is_free(func: Any, name: str) -> bool:
 
 
 FREE = frozenset(
-    """
-    _local_scalar_dense _to_copy _unsafe_view alias clone contiguous copy detach lift_fresh promote_types equal
-    arange empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_full new_ones new_zeros full
-    full_like ones ones_like zeros zeros_like zero eye scalar_tensor fill normal rand randn randint randperm rand_like
-    randn_like randint_like uniform bernoulli exponential native_dropout
-    cat stack constant_pad_nd repeat repeat_interleave flip roll tril triu tril_indices triu_indices slice_scatter
-    select_scatter diagonal_scatter diag_embed
-    gather scatter scatter_add scatter_reduce index index_put _index_put_impl index_select index_copy index_add
-    index_fill masked_fill masked_select masked_scatter nonzero nonzero_static take put where embedding
-    sort argsort topk kthvalue median searchsorted bucketize isin unique_dim unique_consecutive _unique2 _unique
-    histc bincount cummax cummin _cummax_helper _cummin_helper floor_divide
-    sum nansum mean prod amax amin aminmax max min argmax argmin any all std var std_mean var_mean norm logsumexp
-    linalg_vector_norm count_nonzero _softmax _log_softmax _safe_softmax native_layer_norm
-    """.split()
+    name
+    for names in (
+        # made, copied, moved
+        "_local_scalar_dense _to_copy _unsafe_view alias clone contiguous copy detach lift_fresh promote_types equal",
+        "arange empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_full new_ones new_zeros",
+        "full full_like ones ones_like zeros zeros_like zero eye scalar_tensor fill",
+        "normal rand randn randint randperm rand_like randn_like randint_like uniform bernoulli exponential",
+        "cat stack constant_pad_nd repeat repeat_interleave flip roll tril triu tril_indices triu_indices",
+        "slice_scatter select_scatter diagonal_scatter diag_embed native_dropout",
+        # indexed, searched, sorted
+        "gather scatter scatter_add scatter_reduce index index_put _index_put_impl index_select index_copy index_add",
+        "index_fill masked_fill masked_select masked_scatter nonzero nonzero_static take put where embedding",
+        "sort argsort topk kthvalue median searchsorted bucketize isin unique_dim unique_consecutive _unique2 _unique",
+        "histc bincount cummax cummin _cummax_helper _cummin_helper",
+        # reduced, and elementwise operations that torch does not tag
+        "sum nansum mean prod amax amin aminmax max min argmax argmin any all std var std_mean var_mean norm logsumexp",
+        "linalg_vector_norm count_nonzero _softmax _log_softmax _safe_softmax native_layer_norm floor_divide",
+    )
+    for name in names.split()
 )
 """Reductions, copies, indexing, sorting, drawing: no matrix product among them."""
 

@@ -54,7 +54,10 @@ def padded_prefill_then_steps_is_each_sequence(case: Case) -> None:
     layouts = {
         "right padding": from_lengths(torch.tensor([0, 1, 7, 12]), n),
         "left padding": from_lengths(torch.tensor([0, 1, 7, 12]), n, padding="left"),
-        "packing": torch.tensor([[0] * 5 + [1] * 7, [3] * 4 + [1] * 6 + [-1] * 2, [0, 1] * 6, [-1] * 4 + [2] * 8]),
+        "packing": torch.tensor(
+            [[0] * 5 + [1] * 7, [3] * 4 + [1] * 6 + [-1] * 2, [0] * 3 + [1] * 9, [-1] * 4 + [2] * 8]
+        ),
+        "interleaved segments": torch.tensor([[0, 1] * 6, [0, 1, -1] * 4, [2] * 12, [-1] * 12]),
     }
     q, k, v = case.draw(n + more, seed=3, batch=(4,))
     for name, ids in layouts.items():
@@ -91,7 +94,9 @@ def future_leaves_the_past_alone(case: Case) -> None:
         others = [5 * x for x in case.draw(n, seed=5, dtype=dtype)]
         out = mechanism(q, k, v)
         for t in (0, 62, n // 2, n - 2):
-            mixed = [torch.cat([x[..., : t + 1, :], y[..., t + 1 :, :]], -2) for x, y in zip((q, k, v), others, strict=True)]
+            mixed = [
+                torch.cat([x[..., : t + 1, :], y[..., t + 1 :, :]], -2) for x, y in zip((q, k, v), others, strict=True)
+            ]
             law = f"changing the future of t = {t} of {n} in {dtype}"
             assert_same(mechanism(*mixed)[..., : t + 1, :], out[..., : t + 1, :], law, cause)
     mechanism = case.mechanism()

@@ -95,7 +95,7 @@ class Tile:
     rows: slice
     cols: Keys
     i: Int[Tensor, "*s r 1"]
-    j: Int[Tensor, "*s c"]
+    j: Int[Tensor, " c"] | Int[Tensor, "*s 1 c"]
     mask: Mask | None
     clear: int = 0
 

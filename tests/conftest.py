@@ -1,0 +1,74 @@
+"""The annotations of the library, enforced while a test asks for it.
+
+jaxtyping's import hook wraps every function of the modules below before anything imports them; beartype checks shapes
+and types at each call. Checking is off except under the `annotations_enforced` fixture, because bad input is to be
+refused in the library's own words, and tests of those words must reach them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jaxtyping
+import pytest
+from beartype import BeartypeConf, beartype
+
+# Kernels run under Triton's interpreter where there is no GPU; Triton asks when it is first imported.
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+def check(function):
+    """beartype, with an int allowed for a float; protocols are for the type checker, which needs no instances."""
+    hints = function.__annotations__
+    hints.update({name: Any for name, hint in hints.items() if getattr(hint, "_is_protocol", False)})
+    return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)
+
+
+checker = ModuleType("heedful_annotation_checker")  # the hook takes a checker by its dotted name
+checker.check = check  # type: ignore[attr-defined]
+sys.modules[checker.__name__] = checker
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def _can_be_hooked(path: Path) -> bool:
+    """Not packages, whose name stands for all in them, nor Triton's programs, which are compiled from their source.
+
+    Nor `core` and `dispatch`: torch.compile goes through them at every call and would trace the hook as well, and what
+    they annotate are abstract methods. Nor the command line, whose annotations typer reads.
+    """
+    return (
+        path.stem not in ("__init__", "__main__", "core", "dispatch", "cli") and "import triton" not in path.read_text()
+    )
+
+
+jaxtyping.install_import_hook(
+    [_module(path) for path in sorted((SOURCE / "heedful").rglob("*.py")) if _can_be_hooked(path)],
+    f"{checker.__name__}.check",
+)
+jaxtyping.config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture
+def annotations_enforced():
+    """A call that does not fit a function's annotations is an error."""
+    jaxtyping.config.update("jaxtyping_disable", False)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The tensors here are small, and workers run side by side: threads would only get in each other's way."""
+    import torch
+
+    torch.set_num_threads(1)
