@@ -33,6 +33,8 @@ def main() -> None:
 def mechanisms():
     return {
         "linear (elu + 1)": lambda: h.Linear(),
+        "linear (FAVOR+, 32)": lambda: h.Linear(h.FavorPlus(WIDTH, 32)),
+        "left context": lambda: h.FixedPattern("left"),
         "retention (λ = 0.999)": lambda: h.Retention(0.999),
     }
 

@@ -84,6 +84,11 @@ VARIANTS = {
     "quadratic, l2 of relu²": lambda: h.Quadratic(h.relu2, normalise="l2"),
     "quadratic, length, full": lambda: h.Quadratic(h.relu2, h.Full(), normalise="length"),
     "quadratic, learned activation": lambda: h.Quadratic(Swish(), normalise="l2"),
+    "linear, full": lambda: h.Linear(pattern=h.Full()),
+    "linear, full, logarithms": lambda: h.Linear(h.Exp(), h.Full()),
+    "linear, full, positions": lambda: h.Linear(h.CosFormer(4096), h.Full()),
+    "retention, a decay for each head": lambda: h.Retention(torch.tensor([0.5, 0.99]), normalise=True),
+    "retention, logarithms": lambda: h.Retention(0.9, normalise=True, feature_map=h.Exp()),
 }
 
 

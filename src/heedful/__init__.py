@@ -23,7 +23,7 @@ from heedful.feature_maps import (
     Taylor,
 )
 from heedful.kernels.dispatch import backend
-from heedful.mechanisms import CATALOG, Linear, Quadratic, Retention, Softmax, build, identity, relu2
+from heedful.mechanisms import CATALOG, FixedPattern, Linear, Quadratic, Retention, Softmax, build, identity, relu2
 from heedful.operator import AttentionOperator
 from heedful.patterns import (
     Blocks,
@@ -37,6 +37,7 @@ from heedful.patterns import (
     Tree,
     Window,
 )
+from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
 __version__ = "0.1.0"
 
@@ -51,7 +52,11 @@ __all__ = [
     "Dims",
     "Elu1",
     "Exp",
+    "FavorPlus",
+    "FavorPlusPlus",
+    "FavorSharp",
     "FeatureMap",
+    "FixedPattern",
     "Full",
     "Global",
     "Hedgehog",
@@ -65,12 +70,14 @@ __all__ = [
     "RandomBlocks",
     "RecurrentMechanism",
     "Relu",
+    "ReluFeatures",
     "Retention",
     "Softmax",
     "SparseFixed",
     "Strided",
     "Taylor",
     "Tree",
+    "Trig",
     "Window",
     "backend",
     "build",

@@ -36,6 +36,10 @@ class FeatureMap(nn.Module, ABC):
         """The number of features."""
         return d
 
+    def flops(self, d: int) -> int:
+        """Matrix products that the features of one token take, in flops."""
+        return 0
+
 
 class LogFeatureMap(FeatureMap):
     """Positive features, given by their logarithms."""
@@ -182,3 +186,6 @@ class Hedgehog(LogFeatureMap):
 
     def dim(self, d):
         return 2 * d
+
+    def flops(self, d):
+        return 2 * d * d

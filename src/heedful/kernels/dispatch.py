@@ -7,9 +7,13 @@ first backend without objections runs. Nothing else decides, so `explain` can al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from heedful.shapes import Tensor
 
 # For the whole process, like torch's own backend switches: torch.compile can follow a global, not a context variable.
 _forced: str | None = None
@@ -31,8 +35,10 @@ class Kernel:
         self.name = name
         self.backends = {backend.name: backend for backend in backends}
 
-    def __call__(self, *args, **kwargs):
-        return self.choose(*args, **kwargs).run(*args, **kwargs)
+    def __call__(self, q: Tensor, *args, **kwargs):
+        """Run on the first backend without objections, in the precision of the inputs: autocast stays outside."""
+        with as_given(q):
+            return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
 
     def choose(self, *args, **kwargs) -> Backend:
         """The backend that would run; an error with every objection where none can."""
@@ -54,6 +60,12 @@ class Kernel:
             why = backend.objections(*args, **kwargs)
             lines.append(f"{self.name}/{backend.name}: {'; '.join(why) if why else 'can run'}")
         return "\n".join([*lines, f"→ {self.choose(*args, **kwargs).name}"])
+
+
+def as_given(x: Tensor):
+    """No autocast on the device of x: what a kernel raised to float32 must not be rounded again on the way."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 @contextmanager

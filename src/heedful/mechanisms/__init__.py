@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,13 +28,27 @@ from heedful.feature_maps import (
     Relu,
     Taylor,
 )
+from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
+from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
-__all__ = ["CATALOG", "Entry", "Linear", "Paper", "Quadratic", "Retention", "Softmax", "build", "identity", "relu2"]
+__all__ = [
+    "CATALOG",
+    "Entry",
+    "FixedPattern",
+    "Linear",
+    "Paper",
+    "Quadratic",
+    "Retention",
+    "Softmax",
+    "build",
+    "identity",
+    "relu2",
+]
 
 
 class Paper(NamedTuple):
@@ -140,6 +155,48 @@ def _retention_normalised(decay: float = 0.97) -> Retention:
     return Retention(decay, normalise=True)
 
 
+def _trig(d: int, features: int = 256, seed: int = 0, pattern: Pattern = Causal()) -> Linear:  # noqa: B008  (frozen)
+    return Linear(Trig(d, features, seed), pattern)
+
+
+def _favor_plus(
+    d: int,
+    features: int = 256,
+    seed: int = 0,
+    hyperbolic: bool = False,
+    pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+) -> Linear:
+    return Linear(FavorPlus(d, features, seed, hyperbolic=hyperbolic), pattern)
+
+
+def _favor_plus_plus(
+    d: int,
+    features: int = 256,
+    seed: int = 0,
+    pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+) -> Linear:
+    return Linear(FavorPlusPlus(d, features, seed), pattern)
+
+
+def _favor_sharp(
+    d: int,
+    features: int = 256,
+    seed: int = 0,
+    kind: Literal["sderf", "aderf", "saderf"] = "sderf",
+    pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+) -> Linear:
+    return Linear(FavorSharp(d, features, seed, kind=kind), pattern)
+
+
+def _relu_features(
+    d: int,
+    features: int = 256,
+    seed: int = 0,
+    pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+) -> Linear:
+    return Linear(ReluFeatures(d, features, seed), pattern)
+
+
 def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
     return pattern & Causal() if causal else pattern
 
@@ -157,6 +214,11 @@ QIN = Paper("Qin et al.", 2022, "arXiv:2202.08791")
 ARORA = Paper("Arora et al.", 2024, "arXiv:2402.18668")
 ZHANG = Paper("Zhang et al.", 2024, "arXiv:2402.04347")
 SUN = Paper("Sun et al.", 2023, "arXiv:2307.08621")
+RAGANATO = Paper("Raganato et al.", 2020, "arXiv:2002.10260")
+PENG = Paper("Peng et al.", 2021, "arXiv:2103.02143")
+CHOROMANSKI = Paper("Choromanski et al.", 2020, "arXiv:2009.14794")
+LIKHOSHERSTOV_22 = Paper("Likhosherstov et al.", 2022, "arXiv:2205.15317")
+LIKHOSHERSTOV_23 = Paper("Likhosherstov et al.", 2023, "arXiv:2302.00787")
 KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
@@ -175,6 +237,14 @@ _ENTRIES = (
     Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
     Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
           {"size": 4, "random": 1}),
+    Entry("current", partial(FixedPattern, "current"), "fixed", "each token itself", RAGANATO, "N"),
+    Entry("previous", partial(FixedPattern, "previous"), "fixed", "the token or word before", RAGANATO, "N"),
+    Entry("next", partial(FixedPattern, "next"), "fixed", "the token or word after", RAGANATO, "N"),
+    Entry("left", partial(FixedPattern, "left"), "fixed", "all up to two before, the nearer the more", RAGANATO, "N"),
+    Entry("right", partial(FixedPattern, "right"), "fixed", "all from two after, the nearer the more", RAGANATO, "N"),
+    Entry("start", partial(FixedPattern, "start"), "fixed", "all, the start of the sequence the most", RAGANATO, "N"),
+    Entry("end", partial(FixedPattern, "end"), "fixed", "all, the end of the sequence the most", RAGANATO, "N"),
+    Entry("last", partial(FixedPattern, "last"), "fixed", "the last token of the sequence", RAGANATO, "N"),
     Entry("linear", _linear(Elu1), "linear", "features elu(x) + 1", KATHAROPOULOS, "N·r"),
     Entry("linear-relu", _linear(Relu), "linear", "features max(x, 0)", KATHAROPOULOS, "N·r"),
     Entry("linear-exp", _linear(Exp), "linear", "features exp(x), entry by entry", KATHAROPOULOS, "N·r"),
@@ -184,6 +254,15 @@ _ENTRIES = (
     Entry("polynomial", _linear(Polynomial), "linear", "the series of exp(q·k) to degree p", KELES, "N·dᵖ"),
     Entry("taylor", _linear(Taylor), "linear", "1 + s + s²/2, products kept once", ARORA, "N·d²"),
     Entry("hedgehog", _hedgehog, "linear", "learned softmax features", ZHANG, "N·r"),
+    Entry("trig", _trig, "random features", "cosines and sines of random projections", PENG, "N·m", {"features": 16}),
+    Entry("favor+", _favor_plus, "random features", "positive features of the exponential", CHOROMANSKI, "N·m",
+          {"features": 16}),
+    Entry("favor++", _favor_plus_plus, "random features", "one parameter fitted to the data", LIKHOSHERSTOV_22, "N·m",
+          {"features": 16}),
+    Entry("favor#", _favor_sharp, "random features", "axes fitted to the data", LIKHOSHERSTOV_23, "N·m",
+          {"features": 16}),
+    Entry("relu-features", _relu_features, "random features", "random ReLU features: the arc-cosine kernel",
+          CHOROMANSKI, "N·m", {"features": 16}),
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
 )

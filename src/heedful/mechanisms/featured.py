@@ -19,6 +19,7 @@ from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_tok
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, LinearState, runs
+from heedful.kernels.dispatch import as_given
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor
@@ -66,16 +67,16 @@ class Featured(RecurrentMechanism):
         if isinstance(self.feature_map, LogFeatureMap):
             log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k)) + fade
             log = log.masked_fill(~sees, -torch.inf)
-            if not self.normalise or m == 0:
-                return log.exp()
-            total = log.logsumexp(-1, keepdim=True)
-            return (log - total.masked_fill(total == -torch.inf, 0)).exp()
+            if self.normalise and m:
+                total = log.logsumexp(-1, keepdim=True)
+                log = log - total.masked_fill(total == -torch.inf, 0)
+            return log.exp().to(q.dtype)
         weights = self.feature_map.query(q, layout.query_positions) @ self.feature_map.key(k, layout.key_positions).mT
         weights = torch.where(sees, weights * fade.exp(), 0)
-        if not self.normalise:
-            return weights
-        total = weights.sum(-1, keepdim=True)
-        return torch.where(total == 0, 0, weights / total.masked_fill(total == 0, 1))
+        if self.normalise:
+            total = weights.sum(-1, keepdim=True)
+            weights = torch.where(total == 0, 0, weights / total.masked_fill(total == 0, 1))
+        return weights.to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
@@ -106,8 +107,9 @@ class Featured(RecurrentMechanism):
                 order, back = _into_runs(segments)
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 segments = segments.gather(-1, order)
-        inputs, options = self._kernel_inputs(q, k, v, segments)
-        out, state = self.kernel(*inputs, **options)
+        with as_given(q):
+            inputs, options = self._kernel_inputs(q, k, v, segments)
+            out, state = self.kernel(*inputs, **options)
         out = out.reshape(*batch, *out.shape[-2:])
         out = out if back is None else take_tokens(out, back)
         return out[..., out.shape[-2] - n :, :], state
@@ -121,12 +123,10 @@ class Featured(RecurrentMechanism):
         elif self.feature_map.kernel_name is not None:
             name = self.feature_map.kernel_name
         else:
-            where = resolve(segments, m, m, q.device).key_positions
-            name, q, k = (
-                "identity",
-                self.feature_map.query(q, where if n <= m else None),
-                self.feature_map.key(k, where),
-            )
+            layout = resolve(segments, n, m, q.device)
+            name = "identity"
+            q = self.feature_map.query(q, layout.query_positions)
+            k = self.feature_map.key(k, layout.key_positions)
         shared = segments is None or segments.ndim < 2 or segments.shape[-2] == 1  # all heads have the same segments
         rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
         size = prod(rows), heads
@@ -158,6 +158,10 @@ class Featured(RecurrentMechanism):
         )
 
     def step(self, state: Running, q, k, v):
+        with as_given(q):
+            return self._step(state, q, k, v)
+
+    def _step(self, state: Running, q, k, v):
         check_token(q, k, v, d=q.shape[-1], e=state.S.shape[-1])
         if self.feature_map.dim(q.shape[-1]) != state.S.shape[-2]:
             raise ValueError(
@@ -200,7 +204,8 @@ class Featured(RecurrentMechanism):
         inside = min(chunk, tokens) * (r + e)
         logs = isinstance(self.feature_map, LogFeatureMap)
         return Cost(
-            flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e),
+            flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e)
+            + dims.batch * (tokens + dims.m) * self.feature_map.flops(dims.d),
             bytes=dims.io_bytes,
             state=dims.batch * (r * e + logs),
         )

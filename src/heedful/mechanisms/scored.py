@@ -15,7 +15,7 @@ import torch
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
 from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
-from heedful.kernels.dispatch import Kernel
+from heedful.kernels.dispatch import Kernel, as_given
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
@@ -60,7 +60,8 @@ class Scored(RecurrentMechanism):
     def products(self, q, k, *, segments=None):
         def adjoint(y):
             check_inputs(q, k, segments=segments, pattern=self.pattern)
-            return blocked_adjoint(*self._kernel_inputs(q, k, y, segments))
+            with as_given(q):
+                return blocked_adjoint(*self._kernel_inputs(q, k, y, segments))
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 
@@ -91,7 +92,8 @@ class Scored(RecurrentMechanism):
         v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
         now = state.length[..., None]
         positions = torch.cat([state.positions, now], -1)
-        out = self._attend_one(q, k, v, now, positions)
+        with as_given(q):
+            out = self._attend_one(q, k, v, now, positions)
         return out, self._forget(Cache(k, v, positions, state.length + 1))
 
     def _attend_one(self, q, k, v, now, positions):

@@ -11,12 +11,14 @@ float32 tile by tile, so scores and weights are never rounded to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels.blocked.tiles import Keys, Tile, pick, tiles, with_axes
+from heedful.kernels.dispatch import as_given
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
@@ -76,7 +78,7 @@ def blocked_adjoint(
     segments: Segments | None,
     scale: float,
 ) -> Float[Tensor, "*b m e"]:
-    """Aᵀ Y, without the gradients in q and k and without the matrix."""
+    """Aᵀ Y, without the gradients in q and k and without the matrix. (Call it under `as_given`, as `Kernel` does.)"""
     work = _Work(q, k, y, rows.bias, pattern, segments, scale)
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
@@ -95,6 +97,19 @@ class _Work:
         self.n, self.m = q.shape[-2], k.shape[-2]
         self.pattern, self.segments, self.scale = pattern, segments, scale
         self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.scratch: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Memory that every tile uses again: fresh pages cost as much as the arithmetic on them."""
+        size = prod(shape)
+        if name not in self.scratch or self.scratch[name].numel() < size:
+            self.scratch[name] = self.q.new_empty(size, dtype=self.dtype)
+        return self.scratch[name][:size].view(shape)
+
+    def product(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """x @ y, in a buffer."""
+        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        return torch.matmul(x, y, out=self.buffer(name, *batch, x.shape[-2], y.shape[-1]))
 
     def tiles(self):
         return tiles(self.pattern, self.batch, self.n, self.m, self.segments, self.q.device)
@@ -106,10 +121,13 @@ class _Work:
         return pick(self.inputs[which], tile.batch)[..., tile.rows, :].to(self.dtype)
 
     def cols_of(self, which: int, tile: Tile) -> Tensor:
-        return tile.cols.take(pick(self.inputs[which], tile.batch)).to(self.dtype)
+        x = pick(self.inputs[which], tile.batch)
+        if tile.cols.is_interval or x.dtype != self.dtype:
+            return tile.cols.take(x).to(self.dtype)
+        return tile.cols.take(x, self.buffer("kv"[which - 1], *x.shape[:-2], len(tile.cols), x.shape[-1]))
 
     def scores(self, tile: Tile) -> Tensor:
-        return (self.rows_of(0, tile) * self.scale) @ self.cols_of(1, tile).mT
+        return self.product("scores", self.rows_of(0, tile) * self.scale, self.cols_of(1, tile).mT)
 
     def bias_of(self, tile: Tile) -> Tensor | None:
         if self.bias is None:
@@ -135,9 +153,15 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        with as_given(grad):
+            return _Blocked._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx, grad):
         q, k, v, bias, out, *parameters = ctx.saved_tensors
         rows, pattern, segments, scale = ctx.rest
         work = _Work(q, k, v, bias, pattern, segments, scale)
+        grad = grad.contiguous()  # of a plain sum it is one number, expanded, which products then copy out every time
         wants = ctx.needs_input_grad
         dq, dk, dv, dbias = (
             None if x is None or not want else q.new_zeros(x.shape, dtype=work.dtype)
@@ -168,7 +192,7 @@ class _Blocked(torch.autograd.Function):
 
 def _through_rows(work, rows, tile, dout, out, parameters, dbias, dparameters):
     """The weights of a tile and the gradient in its scores; gradients in bias and parameters are added up."""
-    dweights = dout @ work.cols_of(2, tile).mT
+    dweights = work.product("dweights", dout, work.cols_of(2, tile).mT)
     bias = work.bias_of(tile)
     if dbias is None and all(total is None for total in dparameters):
         weights = rows.weights(work.scores(tile), tile, bias, parameters)
@@ -181,7 +205,7 @@ def _through_rows(work, rows, tile, dout, out, parameters, dbias, dparameters):
 
 
 def _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameters):
-    scores = work.scores(tile).requires_grad_()
+    scores = work.scores(tile).clone().requires_grad_()  # autograd keeps it, the buffer moves on
     parameters = [
         p.detach().requires_grad_(total is not None) for p, total in zip(parameters, dparameters, strict=True)
     ]

@@ -66,12 +66,16 @@ class Keys:
     def __len__(self) -> int:
         return len(self.index)
 
-    def take(self, x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*b c w"]:
-        """x[…, keys, :], a view where the keys are one interval."""
-        if self.spans is None:
-            return x.index_select(-2, self.index.to(x.device))  # x[..., index, :] is four times slower
+    @property
+    def is_interval(self) -> bool:
+        return self.spans is not None and len(self.spans) == 1
+
+    def take(self, x: Float[Tensor, "*b m w"], out: Tensor | None = None) -> Float[Tensor, "*b c w"]:
+        """x[…, keys, :], a view where the keys are one interval, else a copy (into `out`, where it is given)."""
+        if self.spans is None:  # x[..., index, :] is four times slower
+            return torch.index_select(x, -2, self.index.to(x.device), out=out)
         parts = [x[..., start:stop, :] for start, stop in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -2, out=out)
 
     def add(self, target: Float[Tensor, "*b m w"], part: Float[Tensor, "*b c w"]) -> None:
         """target[…, keys, :] += part."""
@@ -80,7 +84,7 @@ class Keys:
             return
         done = 0
         for start, stop in self.spans:
-            target[..., start:stop, :] += part[..., done : done + stop - start, :]
+            target[..., start:stop, :].add_(part[..., done : done + stop - start, :])
             done += stop - start
 
 
@@ -105,7 +109,7 @@ class Tile:
             return scores
         if scores.requires_grad:
             return scores + F.pad(self.mask.penalty, (self.clear, 0))
-        scores[..., self.clear :] += self.mask.penalty
+        scores[..., self.clear :].add_(self.mask.penalty)  # += would also copy the slice onto itself
         return scores
 
     def blank(self, weights: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b r c"]:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heedful.kernels.dispatch import as_given
+
 FEATURES = ("identity", "elu1", "relu", "exp")
 CHUNK = 128
 LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
@@ -361,6 +363,11 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlast):
+        with as_given(dout):
+            return _Causal._backward(ctx, dout, dlast)
+
+    @staticmethod
+    def _backward(ctx, dout, dlast):
         x, y, u, decay, S, code, last = ctx.saved_tensors
         wants_decay = ctx.needs_input_grad[3]
         dx = dy = du = ddecay = dS = None

@@ -52,7 +52,8 @@ class SoftmaxRows:
             return scores.softmax(-1)[..., :-1]
         dead = self._dead_rows(scores, tile, bias)
         if dead is None:
-            return scores.softmax(-1)
+            in_place = not scores.requires_grad and scores.device.type == "cpu"  # each row is read before it is written
+            return torch.softmax(scores, -1, out=scores) if in_place else scores.softmax(-1)
         return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
     def _dead_rows(self, scores, tile: Tile, bias):

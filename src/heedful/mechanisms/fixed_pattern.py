@@ -1,0 +1,394 @@
+"""Fixed attention patterns (Raganato et al. 2020, arXiv:2002.10260): weights that depend on positions alone.
+
+    matrix      current   A_ij = [j = i]
+                previous  A_ij = [j = i − 1], row 0 attends the last token
+                next      A_ij = [j = i + 1], the last row attends the first
+                left      A_ij ∝ (j + 1)³ over j ≤ max(i − 2, 0)
+                right     A_ij ∝ (L − j)³ over j ≥ min(i + 2, L − 1)
+                start     A_ij ∝ (L − j)³
+                end       A_ij ∝ (j + 1)³
+                last      A_ij = [j = L − 1]
+    fast        shifts; weighted prefix means in blocks (kernels/prefix); one product for start and end
+    recurrence  left      μ_t = μ_{t-1} + 4(t − 1)/t² · (v_{t-2} − μ_{t-1}), as (t − 1)³ / Σ_{s<t} s³ = 4(t − 1)/t²
+    cost        left, right 2m(c + 2)e flops, start, end 2me, shifts none; state 3e, e or 0
+
+i, j and the length L count tokens of one segment. With `words` they count words where a row looks for its neighbours:
+current, previous and next are uniform over a word's tokens, left and right keep two words apart instead of two tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, check_inputs
+from heedful.kernels.prefix import weighted_prefix_mean
+from heedful.kernels.prefix.reference import BLOCK, weighted_mean
+from heedful.patterns import Causal, Pattern
+from heedful.segments import Layout, Segments, in_last, resolve
+from heedful.shapes import Bool, Float, Int, Tensor
+
+KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
+APART = 2
+"""The contexts leave out the token itself and its neighbour, which have heads of their own."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Aligned(Pattern):
+    """Every query may see every key, but positions matter: n queries are the last n of the keys."""
+
+    def allows(self, i, j):
+        return torch.ones_like(i - j, dtype=torch.bool)
+
+    def __repr__(self) -> str:
+        return "fixed positions"
+
+
+class FixedPattern(Mechanism):
+    """Attention that needs no queries and no keys: each row is known beforehand.
+
+    >>> from heedful.mechanisms.fixed_pattern import FixedPattern
+    >>> x = torch.randn(4, 1)
+    >>> FixedPattern("left").matrix(x, x)
+    tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+            [1.0000, 0.0000, 0.0000, 0.0000],
+            [1.0000, 0.0000, 0.0000, 0.0000],
+            [0.1111, 0.8889, 0.0000, 0.0000]])
+
+    q and k tell the number of tokens alone, and their gradients are zero. The kinds that never look ahead (current,
+    left, and previous with edge="first") also go token by token: they are `StreamingFixedPattern`s.
+
+    kind    current, previous, next, left, right, start, end or last
+    words   ids of the words that tokens belong to, (*batch, m), broadcast like segments; equal ids side by side in a
+            segment are one word. They belong to one batch: build another mechanism, which is cheap, for the next one
+    edge    whom row 0 of "previous" attends: the "last" token of its sequence as in the paper, or the "first", itself
+    """
+
+    words: Tensor | None
+
+    def __new__(cls, kind: str, *, words: Tensor | None = None, edge: Literal["last", "first"] = "last"):
+        streams = words is None and (kind in ("current", "left") or (kind == "previous" and edge == "first"))
+        return super().__new__(StreamingFixedPattern if streams and cls is FixedPattern else cls)
+
+    def __getnewargs_ex__(self):  # pickle and copy make the same choice again
+        return (self.kind,), {"words": self.words, "edge": self.edge}
+
+    def __init__(
+        self, kind: str, *, words: Int[Tensor, "*#b m"] | None = None, edge: Literal["last", "first"] = "last"
+    ):
+        if kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}.")
+        if edge not in ("last", "first"):
+            raise ValueError(f'edge: expected "last" or "first", got {edge!r}.')
+        if edge == "first" and kind != "previous":
+            raise ValueError(
+                f'edge: "first" is for kind "previous", whose row 0 has none before it; got kind {kind!r}.'
+            )
+        if words is not None and (not isinstance(words, Tensor) or words.is_floating_point() or words.ndim < 1):
+            given = f"{words.dtype} {tuple(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
+            raise TypeError(
+                f"words: expected an integer tensor (*batch, tokens) of word ids, got {given}. Likely cause: a "
+                "tokenizer's word_ids(), a list with None at special tokens: give those an id of their own."
+            )
+        super().__init__(Causal() if isinstance(self, RecurrentMechanism) else _Aligned())
+        self.kind = kind
+        self.edge = edge
+        self.register_buffer("words", words)
+
+    def matrix(self, q, k, *, segments=None):
+        self._check(q, k, None, segments)
+        n, m = q.shape[-2], k.shape[-2]
+        layout = resolve(segments, n, m, q.device)
+        ids, where = layout.key_ids, layout.key_positions
+        i, j = layout.query_positions[..., :, None], where[..., None, :]
+        sees = (layout.query_ids[..., :, None] == ids[..., None, :]) & (layout.query_ids[..., :, None] >= 0)
+        L = sees.sum(-1, keepdim=True)
+        U, u, K = (i, j, L) if self.words is None else _count_words(self.words, ids, where, sees & (i == j), sees)
+        one = torch.ones((), dtype=torch.float64, device=q.device)
+        match self.kind:
+            case "current":
+                weights = one * (u == U)
+            case "previous":
+                weights = one * (u == torch.where(U > 0, U - 1, K - 1 if self.edge == "last" else 0))
+            case "next":
+                weights = one * (u == torch.where(U < K - 1, U + 1, 0))
+            case "left":
+                weights = (one * (j + 1)) ** 3 * (u <= (U - APART).clamp(min=0))
+            case "right":
+                weights = (one * (L - j)) ** 3 * (u >= torch.minimum(U + APART, K - 1))
+            case "end":
+                weights = (one * (j + 1)) ** 3
+            case "start":
+                weights = (one * (L - j)) ** 3
+            case _:
+                weights = one * (j == L - 1)
+        weights = torch.where(sees, weights, 0)
+        total = weights.sum(-1, keepdim=True)
+        weights = (weights / total.masked_fill(total == 0, 1)).to(q.dtype)
+        return weights.expand(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+
+    def forward(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments)
+        n, m = q.shape[-2], k.shape[-2]
+        shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
+        if 0 in shape or m == 0:
+            rows = v.new_zeros(shape)
+        elif segments is None and self._words() is None:
+            rows = self._whole(v, n)
+        else:
+            rows = self._by_segment(v, resolve(segments, n, m, v.device))
+        if rows.shape != shape:
+            rows = rows.expand(shape).clone()
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            rows = rows.add_(q[..., :0].sum() + k[..., :0].sum())  # sums of nothing: their gradients are zeros
+        return rows
+
+    def _words(self) -> Tensor | None:
+        """Word ids, for the kinds that ask for them."""
+        return None if self.kind in ("start", "end", "last") else self.words
+
+    def _whole(self, v: Float[Tensor, "*b m e"], n: int) -> Tensor:
+        """The last n rows of one sequence without padding, in memory of their own."""
+        m = v.shape[-2]
+        match self.kind:
+            case "current":
+                return v[..., m - n :, :].clone(memory_format=torch.contiguous_format)
+            case "last":
+                return v[..., -1:, :].clone()
+            case "previous":
+                if n < m:
+                    return v[..., m - n - 1 : m - 1, :].clone(memory_format=torch.contiguous_format)
+                return torch.cat([v[..., -1:, :] if self.edge == "last" else v[..., :1, :], v[..., :-1, :]], -2)
+            case "next":
+                return torch.cat([v[..., m - n + 1 :, :], v[..., :1, :]], -2)
+            case "left":
+                rows = weighted_prefix_mean(v, _cubes(m, v), delay=APART)
+                return rows if n == m else rows[..., m - n :, :].clone()
+            case "right":
+                return weighted_prefix_mean(v[..., m - n :, :], _cubes(n, v).flip(-1), delay=APART, reverse=True)
+            case _:
+                return weighted_mean(v, _cubes(m, v) if self.kind == "end" else _cubes(m, v).flip(-1)).to(v.dtype)
+
+    def _by_segment(self, v: Float[Tensor, "*b m e"], layout: Layout) -> Tensor:
+        """The same under segments and words: with keys in the order of their segments, each row is one place."""
+        m = v.shape[-2]
+        order, ids, words, query_ids, query_positions = _in_order(layout, self._words())
+        at = torch.arange(m, device=v.device)
+        opens = _differs(ids)
+        breaks = torch.ones_like(opens) if words is None else opens | _differs(words)
+        lo, hi = torch.searchsorted(ids, query_ids), torch.searchsorted(ids, query_ids, right=True) - 1
+        begins, ends = _extent(opens)
+        row = _places(self.kind, self.edge, lo, hi, lo + query_positions, *_extent(breaks))
+        row = row.clamp(0, m - 1)
+        some = ((query_ids >= 0) & (lo <= hi))[..., None]
+        if not self._sums() and self.kind != "last":
+            return torch.where(some, _take(v, order.gather(-1, row)), 0)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        x = torch.where((ids >= 0)[..., None], _take(v, order).to(wide), 0)
+        if self.kind in ("left", "end"):
+            x = weighted_prefix_mean(x, (at - begins + 1).double() ** 3, first=opens)
+        elif self.kind in ("right", "start"):
+            x = weighted_prefix_mean(x, (ends - at + 1).double() ** 3, first=opens, reverse=True)
+        elif self.kind != "last":
+            x = weighted_prefix_mean(x, torch.ones_like(ids, dtype=torch.float64), first=breaks)
+        if self.kind in ("start", "end", "last"):
+            # One place for all rows of a segment: spread as a mean with one weight, whose gradient is a sum in blocks.
+            here = begins if self.kind == "start" else ends
+            x = weighted_prefix_mean(x, (at == here).double(), first=opens, reverse=self.kind != "start")
+        return torch.where(some, _take(x, row).to(v.dtype), 0)
+
+    def _sums(self) -> bool:
+        """Rows are means, not single tokens."""
+        return self.kind in ("left", "right", "start", "end") or self._words() is not None
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        if self.words is None:
+            return
+        if isinstance(self, RecurrentMechanism):
+            raise TypeError(
+                "words: set on a mechanism that streams, expected as an argument: FixedPattern(…, words=…)."
+            )
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        try:
+            fits = torch.broadcast_shapes(self.words.shape[:-1], batch) == batch
+        except RuntimeError:
+            fits = False
+        if not fits or self.words.shape[-1] != k.shape[-2]:
+            raise ValueError(
+                f"words: shape {tuple(self.words.shape)}, expected one id for each of the {k.shape[-2]} keys, (*batch, "
+                f"{k.shape[-2]}) with batch axes that broadcast to {tuple(batch)}. Likely cause: ids of another batch, "
+                "or a (B, m) tensor for (B, H, m, d) inputs, which needs a head axis: words[:, None]."
+            )
+
+    def cost(self, dims: Dims) -> Cost:
+        if self.kind in ("start", "end"):
+            terms = dims.m
+        elif self.kind in ("left", "right") or self._words() is not None:
+            tokens = dims.n if self.kind == "right" and self.words is None else dims.m
+            terms = tokens * (min(BLOCK, tokens) + 2)
+        else:
+            terms = 0
+        return Cost(flops=2 * dims.batch * terms * dims.e, bytes=dims.io_bytes)
+
+    def explain(self, q, k, v, *, segments=None):
+        if self.kind in ("left", "right") or (self._sums() and (segments is not None or self.words is not None)):
+            return weighted_prefix_mean.explain(v, torch.ones(v.shape[-2], device=v.device))
+        return super().explain(q, k, v, segments=segments)
+
+    def extra_repr(self) -> str:
+        parts = [self.kind] + ['edge="first"'] * (self.edge == "first") + ["words"] * (self.words is not None)
+        return ", ".join(parts)
+
+
+class Recent(NamedTuple):
+    """The last tokens' values, the mean of those before them in float64 (left context only), tokens so far."""
+
+    values: Float[Tensor, "*b r e"]
+    mean: Float[Tensor, "*b 1 e"] | None
+    length: Int[Tensor, "*s"]
+
+
+class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
+    """The kinds that never look ahead; `FixedPattern(kind)` makes one where it can.
+
+    The left context keeps a running mean, not a sum that grows as t⁴, and keeps it in float64: in float32 each step
+    would round a mean of size 1 to 6e-8 while it moves by 4/t.
+    """
+
+    @property
+    def _kept(self) -> int:
+        return {"current": 0, "previous": 1, "left": APART}[self.kind]
+
+    def init_state(self, q, k, v) -> Recent:
+        return self._state(v[..., :0, :], resolve(None, 0, 0, v.device))
+
+    def prefill(self, q, k, v, *, segments=None):
+        out = self(q, k, v, segments=segments)
+        return out, self._state(v, resolve(segments, q.shape[-2], k.shape[-2], v.device))
+
+    def _state(self, v: Float[Tensor, "*b m e"], layout: Layout) -> Recent:
+        """What the last segment of each row leaves behind."""
+        live = in_last(layout.key_ids)
+        length = live.sum(-1)
+        order = live.int().argsort(dim=-1, stable=True)[..., max(v.shape[-2] - self._kept, 0) :]
+        values = torch.where(live.gather(-1, order)[..., None], _take(v, order), 0)
+        values = pad(values, (0, 0, self._kept - values.shape[-2], 0))
+        if self.kind != "left":
+            return Recent(values, None, length)
+        past = live & (layout.key_positions < length[..., None] - APART)
+        weights = torch.where(past, (layout.key_positions + 1).double() ** 3, 0)
+        mean = weighted_mean(torch.where(past[..., None], v, 0), weights)
+        return Recent(values, mean.double(), length)
+
+    def step(self, state: Recent, q, k, v):
+        check_inputs(q, k, v)
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[-2] != 1:
+                raise ValueError(f"{name}: {x.shape[-2]} tokens, expected 1: step takes one at a time; see prefill.")
+        if v.shape[-1] != state.values.shape[-1]:
+            raise ValueError(f"v: width {v.shape[-1]}, expected {state.values.shape[-1]} like the state's values.")
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], state.values.shape[:-2])
+        own = torch.broadcast_shapes(v.shape[:-2], state.values.shape[:-2])
+        v, values = (x.expand(*own, *x.shape[-2:]) for x in (v, state.values))
+        t = state.length[..., None, None]
+        out, mean = v, state.mean
+        if self.kind == "previous":
+            out = torch.where(t == 0, v, values)
+        elif mean is not None:
+            share = 4 * (t - 1).double() / t.clamp(min=1) ** 2
+            mean = torch.where(t >= APART, mean + share * (values[..., :1, :] - mean), mean)
+            out = torch.where(t >= APART, mean.to(v.dtype), torch.where(t == 0, v, values[..., 1:, :]))
+        values = torch.cat([values, v], -2)[..., 1:, :] if self._kept else values
+        return out.expand(*batch, -1, -1).clone(), Recent(values, mean, state.length + 1)
+
+    def cost(self, dims: Dims) -> Cost:
+        cost = super().cost(dims)
+        return Cost(cost.flops, cost.bytes, dims.batch * dims.e * (self._kept + (self.kind == "left")))
+
+
+def _cubes(m: int, like: Tensor) -> Float[Tensor, " m"]:
+    return torch.arange(1, m + 1, device=like.device, dtype=torch.float64) ** 3
+
+
+def _count_words(words: Tensor, ids: Tensor, where: Tensor, own: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The word of each query and of each key, counted from its segment's start, and how many there are.
+
+    From the definition: a word begins at a token whose neighbour before it, in its segment, has another id.
+    """
+    same = ids[..., :, None] == ids[..., None, :]
+    neighbour = same & (where[..., None, :] == where[..., :, None] - 1)
+    begins = ~(neighbour & (words[..., :, None] == words[..., None, :])).any(-1)
+    earlier = same & (where[..., None, :] <= where[..., :, None])
+    u = (earlier & begins[..., None, :]).sum(-1)[..., None, :] - 1
+    return (own * u).sum(-1, keepdim=True), u, (sees & begins[..., None, :]).sum(-1, keepdim=True)
+
+
+def _places(
+    kind: str, edge: str, lo: Tensor, hi: Tensor, own: Tensor, begins: Tensor, ends: Tensor
+) -> Int[Tensor, "*s n"]:
+    """The key whose value, or whose mean so far, is each query's row.
+
+    lo and hi are the first and last key of the query's segment, own the one at its position; begins and ends are those
+    of each key's word, which is the key itself where there are no words.
+    """
+
+    def begin(i: Tensor) -> Tensor:
+        return begins.gather(-1, i.clamp(0, begins.shape[-1] - 1))
+
+    def end(i: Tensor) -> Tensor:
+        return ends.gather(-1, i.clamp(0, ends.shape[-1] - 1))
+
+    match kind:
+        case "current":
+            return end(own)
+        case "previous":
+            return torch.where(begin(own) > lo, begin(own) - 1, hi if edge == "last" else end(own))
+        case "next":
+            return end(torch.where(end(own) < hi, end(own) + 1, lo))
+        case "left":
+            place = begin(begin(own) - 1) - 1
+            return torch.where(place >= lo, place, end(lo))
+        case "right":
+            place = end(end(own) + 1) + 1
+            return torch.where(place <= hi, place, begin(hi))
+        case _:
+            return own
+
+
+def _in_order(layout: Layout, words: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Keys sorted by segment: their order, ids and words; with ids and positions of the queries, all of one batch."""
+    given = (layout.query_ids, layout.key_ids) if words is None else (layout.query_ids, layout.key_ids, words)
+    lead = torch.broadcast_shapes(*(x.shape[:-1] for x in given))
+    keys = layout.key_ids.expand(*lead, -1)
+    order = keys.argsort(dim=-1, stable=True)
+    words = None if words is None else words.expand(*lead, -1).gather(-1, order)
+    queries, positions = (x.expand(*lead, -1).contiguous() for x in (layout.query_ids, layout.query_positions))
+    return order, keys.gather(-1, order), words, queries, positions
+
+
+def _differs(x: Int[Tensor, "*s m"]) -> Bool[Tensor, "*s m"]:
+    """Where an entry is not the one before it."""
+    return pad(x[..., 1:] != x[..., :-1], (1, 0), value=True)
+
+
+def _extent(opens: Bool[Tensor, "*s m"]) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
+    """The first and the last place of the run that each place belongs to."""
+    m = opens.shape[-1]
+    at = torch.arange(m, device=opens.device).expand_as(opens)
+    closes = pad(opens[..., 1:], (0, 1), value=True)
+    first = torch.where(opens, at, 0).cummax(-1).values
+    last = torch.where(closes, at, m - 1).flip(-1).cummin(-1).values.flip(-1)
+    return first, last
+
+
+def _take(x: Float[Tensor, "*#b m e"], index: Int[Tensor, "*s n"]) -> Float[Tensor, "*b n e"]:
+    """x[…, index, :], for an index of its own in each row of the batch."""
+    if index.ndim == 1:
+        return x.index_select(-2, index)
+    batch = torch.broadcast_shapes(x.shape[:-2], index.shape[:-1])
+    index = index[..., None].expand(*batch, index.shape[-1], x.shape[-1])
+    return x.expand(*batch, *x.shape[-2:]).gather(-2, index)
