@@ -31,9 +31,11 @@ def test_what_can_not_be_read_is_refused_in_a_sentence(name, setting, sentence):
         read_options(CATALOG[name], [setting])
 
 
-@pytest.mark.parametrize(
-    "pattern", [entry.sample(d=8, heads=1, length=32).pattern for entry in CATALOG.values()], ids=list(CATALOG)
-)
+SAMPLES = {name: entry.sample(d=8, heads=1, length=32).pattern for name, entry in CATALOG.items()}
+PUBLIC = {name: pattern for name, pattern in SAMPLES.items() if type(pattern).__name__ != "_Aligned"}
+
+
+@pytest.mark.parametrize("pattern", PUBLIC.values(), ids=list(PUBLIC))
 def test_a_pattern_is_read_as_python_writes_it(pattern):
     assert read_pattern(repr(pattern)) == pattern
 
