@@ -26,6 +26,9 @@ bench: $(VENV)/.installed-dev  ## the figures of README and docs, measured on th
 	@$(BIN)/python benchmarks/contract.py
 	@$(BIN)/python benchmarks/drop_in.py
 	@$(BIN)/python benchmarks/window.py
+	@$(BIN)/python benchmarks/adjoint.py
+	@$(BIN)/python benchmarks/streaming.py
+	@$(BIN)/python benchmarks/random_features.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,20 @@ from heedful.feature_maps import (
     Taylor,
 )
 from heedful.kernels.dispatch import backend
-from heedful.mechanisms import CATALOG, FixedPattern, Linear, Quadratic, Retention, Softmax, build, identity, relu2
+from heedful.mechanisms import (
+    CATALOG,
+    FixedPattern,
+    Linear,
+    Linformer,
+    Nystrom,
+    Quadratic,
+    Retention,
+    Softmax,
+    TruncatedSVD,
+    build,
+    identity,
+    relu2,
+)
 from heedful.operator import AttentionOperator
 from heedful.patterns import (
     Blocks,
@@ -62,8 +75,10 @@ __all__ = [
     "Hedgehog",
     "Identity",
     "Linear",
+    "Linformer",
     "LogFeatureMap",
     "Mechanism",
+    "Nystrom",
     "Pattern",
     "Polynomial",
     "Quadratic",
@@ -78,6 +93,7 @@ __all__ = [
     "Taylor",
     "Tree",
     "Trig",
+    "TruncatedSVD",
     "Window",
     "backend",
     "build",

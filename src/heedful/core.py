@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from heedful.kernels.dispatch import as_given
 from heedful.operator import AttentionOperator
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
@@ -111,10 +112,10 @@ class Mechanism(nn.Module, ABC):
 
         def adjoint(y: Tensor) -> Tensor:
             batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
-            with torch.enable_grad():
+            with torch.enable_grad(), as_given(q):
                 v = y.new_zeros(*batch, k.shape[-2], y.shape[-1], requires_grad=True)
                 out = self(q.detach(), k.detach(), v, segments=segments)
-            return torch.autograd.grad(out, v, y.expand_as(out))[0]
+                return torch.autograd.grad(out, v, y.expand_as(out))[0]
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 

@@ -30,9 +30,12 @@ from heedful.feature_maps import (
 )
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.linear import Linear
+from heedful.mechanisms.linformer import Linformer
+from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
+from heedful.mechanisms.truncated_svd import TruncatedSVD
 from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
@@ -197,6 +200,21 @@ def _relu_features(
     return Linear(ReluFeatures(d, features, seed), pattern)
 
 
+def _linformer(
+    length: int,
+    rank: int = 256,
+    projection: Literal["learned", "pooled", "random"] = "learned",
+    shared: bool = True,
+    heads: int = 1,
+    seed: int = 0,
+) -> Linformer:
+    return Linformer(length, rank, projection=projection, shared=shared, heads=heads, seed=seed)
+
+
+def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedSVD:
+    return TruncatedSVD(rank, inner)
+
+
 def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
     return pattern & Causal() if causal else pattern
 
@@ -219,6 +237,9 @@ PENG = Paper("Peng et al.", 2021, "arXiv:2103.02143")
 CHOROMANSKI = Paper("Choromanski et al.", 2020, "arXiv:2009.14794")
 LIKHOSHERSTOV_22 = Paper("Likhosherstov et al.", 2022, "arXiv:2205.15317")
 LIKHOSHERSTOV_23 = Paper("Likhosherstov et al.", 2023, "arXiv:2302.00787")
+WANG = Paper("Wang et al.", 2020, "arXiv:2006.04768")
+XIONG = Paper("Xiong et al.", 2021, "arXiv:2102.03902")
+ECKART = Paper("Eckart & Young", 1936, "Psychometrika 1(3)")
 KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
@@ -263,6 +284,10 @@ _ENTRIES = (
           {"features": 16}),
     Entry("relu-features", _relu_features, "random features", "random ReLU features: the arc-cosine kernel",
           CHOROMANSKI, "N·m", {"features": 16}),
+    Entry("linformer", _linformer, "low rank", "r learned, pooled or random mixes of keys", WANG, "N·r", {"rank": 8}),
+    Entry("nystrom", Nystrom, "low rank", "softmax through r landmarks", XIONG, "N·r", {"landmarks": 8}),
+    Entry("truncated-svd", _truncated_svd, "low rank", "the nearest matrix of rank r: a baseline", ECKART, "N³",
+          {"rank": 4}),
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
 )

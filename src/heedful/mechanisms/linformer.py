@@ -1,0 +1,209 @@
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): N keys and values projected to r of each.
+
+matrix      A = softmax(scale · Q (E K)ᵀ) F,   E, F ∈ R^{r×N}          so rank A ≤ r
+fast        softmax attention of n queries to the r keys E K with the r values F V
+cost        2 r (n + m)(d + e) flops
+
+There is no causal form: each projected key mixes the whole sequence, its future too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.kernels.blocked.reference import blocked_adjoint
+from heedful.kernels.dispatch import as_given
+from heedful.kernels.softmax import softmax
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.patterns import Full, Pattern
+from heedful.segments import Segments, per_segment, resolve, take_tokens
+from heedful.shapes import Float, Tensor
+
+PROJECTIONS = ("learned", "pooled", "random")
+
+
+class Linformer(Mechanism):
+    """Softmax attention to r mixtures of the keys.
+
+    >>> import torch, heedful as h
+    >>> from heedful.mechanisms.linformer import Linformer
+    >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
+    >>> Linformer(length=4096, rank=128)(q, k, v).shape
+    torch.Size([1, 8, 4096, 64])
+
+    length       the longest sequence; one of m < length tokens uses the first m columns of E and F, as if zeros
+                 followed it. Rows of A sum to what F makes of them, not to 1
+    rank         r, the number of projected keys
+    projection   "learned": parameters that start as below; "random": the same, frozen; "pooled": the mean of each of r
+                 consecutive pieces of `length`, the first ones a token longer where r does not divide it
+    shared       F is E
+    heads        1: all heads share E and F; more: each has its own, heads being the last batch axis
+    seed         of the entries, N(0, 1/length): a projected key is then of the size of a key
+    """
+
+    F: Tensor | None
+
+    def __init__(
+        self,
+        length: int,
+        rank: int = 256,
+        *,
+        projection: Literal["learned", "pooled", "random"] = "learned",
+        shared: bool = True,
+        heads: int = 1,
+        seed: int = 0,
+        scale: float | None = None,
+        pattern: Pattern = Full(),  # noqa: B008  (frozen)
+    ):
+        super().__init__(pattern)
+        if not isinstance(pattern, Full):
+            raise ValueError(
+                f"pattern: {pattern!r}, expected Full(): Linformer has no causal or sparse form, because each "
+                "projected key mixes all tokens, later ones too. For a causal mechanism of linear cost see Linear."
+            )
+        for name, value in (("length", length), ("rank", rank), ("heads", heads)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+        if rank > length:
+            raise ValueError(
+                f"rank: {rank}, expected at most length = {length}: more projected keys than keys cost more than "
+                "softmax attention itself and give nothing. Likely cause: rank and length are swapped."
+            )
+        if projection not in PROJECTIONS:
+            raise ValueError(f"projection: expected one of {', '.join(PROJECTIONS)}, got {projection!r}.")
+        self.length, self.rank, self.heads = length, rank, heads
+        self.projection, self.shared, self.scale = projection, shared, scale
+        generator = torch.Generator().manual_seed(seed)
+        self.E = self._hold(generator)
+        self.F = None if shared else self._hold(generator)
+
+    def _hold(self, generator: torch.Generator) -> nn.Parameter | nn.Buffer:
+        shape = (self.rank, self.length) if self.heads == 1 else (self.heads, self.rank, self.length)
+        if self.projection == "pooled":
+            return nn.Buffer(_means(self.rank, self.length).expand(shape).clone())
+        entries = torch.randn(shape, generator=generator) * self.length**-0.5
+        return nn.Parameter(entries) if self.projection == "learned" else nn.Buffer(entries)
+
+    def matrix(self, q, k, *, segments=None):
+        self._check(q, k, None, segments)
+        n, m, scale = q.shape[-2], k.shape[-2], self._scale(q)
+        layout = resolve(segments, n, m, q.device)
+        real = layout.key_positions[layout.key_ids >= 0]
+        self._check_length(m if segments is None else int(real.max()) + 1 if len(real) else 0)
+        at = layout.key_positions.clamp(max=self.length - 1)  # only padding lies beyond
+        E, F = (take_tokens(P.to(q.dtype).mT, at).mT for P in self._projections())  # (*b, r, m): the column of each key
+        A = q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+        for segment in layout.key_ids[layout.key_ids >= 0].unique().tolist():
+            own = (layout.key_ids == segment)[..., None]
+            weights = (q @ (E @ torch.where(own, k, 0)).mT * scale).softmax(-1)
+            here = (layout.query_ids == segment)[..., None]
+            A = torch.where(here, weights @ torch.where(own.mT, F, 0), A)
+        return A
+
+    def forward(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments)
+        E, F = self._projections()
+        if segments is None:
+            return self._attend(E, F, q, k, v)
+        if self.heads == 1 or not _differ_by_head(segments):
+            return per_segment(partial(self._attend, E, F), q, k, v, segments)
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+        rows = []
+        for head in range(self.heads):
+            attend = partial(self._attend, E[head], F[head])
+            each = q.select(-3, head), k.select(-3, head), v.select(-3, head)
+            rows.append(per_segment(attend, each[0], each[1], each[2], _of_head(segments, head)))
+        return torch.stack(rows, -3)
+
+    def _attend(
+        self,
+        E: Float[Tensor, "*#h r N"],
+        F: Float[Tensor, "*#h r N"],
+        q: Float[Tensor, "*#b n d"],
+        k: Float[Tensor, "*#b m d"],
+        v: Float[Tensor, "*#b m e"],
+    ) -> Float[Tensor, "*b n e"]:
+        """One sequence that begins at position 0."""
+        m = k.shape[-2]
+        self._check_length(m)
+        with as_given(q):
+            keys, values = (P[..., :m].to(q.dtype) @ x for P, x in ((E, k), (F, v)))
+        return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
+
+    def products(self, q, k, *, segments=None):
+        apply, adjoint = super().products(q, k, segments=segments)
+
+        @torch.no_grad()
+        def transposed(y):
+            """Aᵀ y = Fᵀ (softmax(Q (E K)ᵀ)ᵀ y)."""
+            (E, F), m = self._projections(), k.shape[-2]
+            self._check_length(m)
+            with as_given(q):
+                keys = E[..., :m].to(q.dtype) @ k
+                slots = blocked_adjoint(q, keys, y, SoftmaxRows(), Full(), None, self._scale(q))
+                return F[..., :m].to(q.dtype).mT @ slots
+
+        return apply, transposed if segments is None else adjoint
+
+    def _scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def _projections(self) -> tuple[Tensor, Tensor]:
+        return self.E, self.E if self.F is None else self.F
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        if self.heads > 1 and batch[-1:] != (self.heads,):
+            raise ValueError(
+                f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "
+                "own projection. Likely cause: the mechanism was built for another layer; heads=1 shares one among all."
+            )
+
+    def _check_length(self, m: int) -> None:
+        if m > self.length:
+            raise ValueError(
+                f"k: a sequence of {m} tokens, expected at most length = {self.length}, the columns of E and F. Build "
+                "Linformer for the longest sequence: a learned projection does not extend to positions it never saw."
+            )
+
+    def cost(self, dims: Dims) -> Cost:
+        projections = (1 if self.shared else 2) * self.heads * self.rank * min(dims.m, self.length)
+        return Cost(
+            flops=2 * dims.batch * self.rank * (dims.n + dims.m) * (dims.d + dims.e),
+            bytes=dims.io_bytes + projections * self.E.element_size(),
+        )
+
+    def explain(self, q, k, v, *, segments=None):
+        keys, values = (x[..., : self.rank, :] for x in (k, v))  # as many as there are projected ones
+        return softmax.explain(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
+
+    def extra_repr(self) -> str:
+        parts = [f"length={self.length}, rank={self.rank}, {self.projection}"]
+        parts += ["shared"] * self.shared + [f"heads={self.heads}"] * (self.heads > 1)
+        parts += [] if self.scale is None else [f"scale={self.scale}"]
+        return ", ".join(parts)
+
+
+def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
+    """Each row the mean of one piece."""
+    pieces = torch.arange(length).tensor_split(rank)
+    return torch.stack([torch.zeros(length).index_fill(0, piece, 1 / len(piece)) for piece in pieces])
+
+
+def _differ_by_head(segments: Segments) -> bool:
+    parts = segments if isinstance(segments, tuple) else (segments,)
+    return any(ids.ndim > 1 and ids.shape[-2] > 1 for ids in parts)
+
+
+def _of_head(segments: Segments, head: int) -> Segments:
+    def select(ids: Tensor) -> Tensor:
+        return ids if ids.ndim < 2 else ids.select(-2, head if ids.shape[-2] > 1 else 0)
+
+    return (select(segments[0]), select(segments[1])) if isinstance(segments, tuple) else select(segments)

@@ -1,0 +1,180 @@
+"""Nyström attention (Xiong et al. 2021, arXiv:2102.03902): softmax attention through r landmarks.
+
+matrix      A = softmax(s · Q K̃ᵀ) Z softmax(s · Q̃ Kᵀ),   Q̃, K̃: the means of r consecutive pieces of Q and of K
+            Z = Z_t of Z₀ = Wᵀ / (‖W‖₁ ‖W‖∞),  Z ← ¼ Z (13 I − W Z (15 I − W Z (7 I − W Z))),  W = softmax(s · Q̃ K̃ᵀ)
+fast        right to left: attention of the landmarks to all keys, Z, attention of all queries to the landmarks
+cost        2 r (n + m)(d + e) + 2 r² (d + e) + t · 8 r³ flops
+
+The mechanism is the paper's t-th iterate, not the pseudo-inverse that Z_t converges to: on a singular value σ of W it
+is a polynomial that stays small where 1/σ explodes, so nearly equal landmarks do no harm.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.kernels.blocked.reference import blocked_adjoint
+from heedful.kernels.dispatch import as_given
+from heedful.kernels.softmax import softmax
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.patterns import Full, Pattern
+from heedful.segments import per_segment
+from heedful.shapes import Float, Tensor
+
+
+class Nystrom(Mechanism):
+    """Softmax attention through segment-mean landmarks.
+
+    >>> import torch, heedful as h
+    >>> from heedful.mechanisms.nystrom import Nystrom
+    >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
+    >>> Nystrom(landmarks=64)(q, k, v).shape
+    torch.Size([1, 8, 4096, 64])
+
+    landmarks    r; a sequence of fewer tokens has its tokens for landmarks, and A is then softmax attention up to Z.
+                 Where r does not divide the length, the first pieces are a token longer; padding is in none
+    iterations   t; the error of Z falls with the third power at each, once it is below 1
+    scale        s, the factor of q·k; d^-½ by default
+
+    16-bit inputs are raised to float32: Z amplifies what rounding did to the factors beside it. The depthwise
+    convolution over v that the paper adds to the output is a layer of its own and is not part of it.
+    """
+
+    def __init__(
+        self,
+        landmarks: int = 64,
+        *,
+        iterations: int = 6,
+        scale: float | None = None,
+        pattern: Pattern = Full(),  # noqa: B008  (frozen)
+    ):
+        super().__init__(pattern)
+        if not isinstance(pattern, Full):
+            raise ValueError(
+                f"pattern: {pattern!r}, expected Full(): Nyström attention has no causal or sparse form, because each "
+                "landmark is a mean over tokens, later ones too. For a causal mechanism of linear cost see Linear."
+            )
+        for name, value in (("landmarks", landmarks), ("iterations", iterations)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+        self.landmarks, self.iterations, self.scale = landmarks, iterations, scale
+
+    def matrix(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        n, m, scale = q.shape[-2], k.shape[-2], self._scale(q)
+        if segments is not None:
+            unit = torch.eye(m, dtype=q.dtype, device=q.device)
+            return per_segment(lambda q, k, x: self.matrix(q, k) @ x, q, k, unit, segments)
+        if n == 0 or m == 0:
+            return q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        Q, K = q.to(wide), k.to(wide)
+        Q_, K_ = (
+            torch.stack([piece.mean(-2) for piece in X.tensor_split(min(self.landmarks, X.shape[-2]), -2)], -2)
+            for X in (Q, K)
+        )
+        W = (Q_ @ K_.mT * scale).softmax(-1)
+        Z = W.mT / (torch.linalg.matrix_norm(W, 1) * torch.linalg.matrix_norm(W, torch.inf))[..., None, None]
+        eye = torch.eye(W.shape[-2], dtype=wide, device=q.device)
+        for _ in range(self.iterations):
+            Z = Z @ (13 * eye - W @ Z @ (15 * eye - W @ Z @ (7 * eye - W @ Z))) / 4
+        return ((Q @ K_.mT * scale).softmax(-1) @ Z @ (Q_ @ K.mT * scale).softmax(-1)).to(q.dtype)
+
+    def forward(self, q, k, v, *, segments=None):
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        if segments is not None:
+            return per_segment(self, q, k, v, segments)
+        n, m = q.shape[-2], k.shape[-2]
+        if n == 0 or m == 0:
+            batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+            return v.new_zeros(*batch, n, v.shape[-1])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, x = q.to(wide), k.to(wide), v.to(wide)
+        with as_given(q):
+            of_queries, of_keys, inverse = self._landmarks(q, k)
+            x = self._attend(q, of_keys, inverse @ self._attend(of_queries, k, x))
+        return x.to(v.dtype)
+
+    def products(self, q, k, *, segments=None):
+        apply, adjoint = super().products(q, k, segments=segments)
+
+        @torch.no_grad()
+        def transposed(y):
+            """The factors, transposed, in the other order."""
+            wide = torch.promote_types(q.dtype, torch.float32)
+            Q, K = q.to(wide), k.to(wide)
+            with as_given(q):
+                of_queries, of_keys, inverse = self._landmarks(Q, K)
+                x = inverse.mT @ self._attend_transposed(Q, of_keys, y.to(wide))
+                return self._attend_transposed(of_queries, K, x).to(y.dtype)
+
+        plain = segments is None and q.shape[-2] and k.shape[-2]
+        return apply, transposed if plain else adjoint
+
+    def _landmarks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the queries, those of the keys, and the inverse between them."""
+        of_queries, of_keys = landmarks(q, self.landmarks), landmarks(k, self.landmarks)
+        W = (of_queries @ of_keys.mT * self._scale(q)).softmax(-1)
+        return of_queries, of_keys, iterated_inverse(W, self.iterations)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax(q, k, v, SoftmaxRows(), Full(), None, self._scale(q))
+
+    def _attend_transposed(self, q: Tensor, k: Tensor, y: Tensor) -> Tensor:
+        return blocked_adjoint(q, k, y, SoftmaxRows(), Full(), None, self._scale(q))
+
+    def _scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def cost(self, dims: Dims) -> Cost:
+        if dims.n == 0 or dims.m == 0:
+            return Cost(flops=0, bytes=dims.io_bytes)
+        a, b = min(self.landmarks, dims.n), min(self.landmarks, dims.m)
+        attended = (a * dims.m + dims.n * b) * (dims.d + dims.e)
+        inverse = self.iterations * (2 * a * a * b + 2 * a * a * a)
+        return Cost(flops=2 * dims.batch * (attended + a * b * (dims.d + dims.e) + inverse), bytes=dims.io_bytes)
+
+    def explain(self, q, k, v, *, segments=None):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (q[..., : self.landmarks, :], k, v))
+        return softmax.explain(q, k, v, SoftmaxRows(), Full(), None, self._scale(q))
+
+    def extra_repr(self) -> str:
+        given = "" if self.scale is None else f", scale={self.scale}"
+        return f"landmarks={self.landmarks}, iterations={self.iterations}{given}"
+
+
+def landmarks(x: Float[Tensor, "*b n d"], count: int) -> Float[Tensor, "*b r d"]:
+    """Means of `count` consecutive pieces, the first ones a token longer where `count` does not divide n.
+
+    >>> landmarks(torch.arange(5.0)[:, None], 2).flatten()
+    tensor([1.0000, 3.5000])
+    """
+    count = min(count, x.shape[-2])
+    size, longer = divmod(x.shape[-2], count)
+    if not longer:
+        return x.unflatten(-2, (count, size)).mean(-2)
+    cut = longer * (size + 1)
+    head = x[..., :cut, :].unflatten(-2, (longer, size + 1)).mean(-2)
+    return torch.cat([head, x[..., cut:, :].unflatten(-2, (count - longer, size)).mean(-2)], -2)
+
+
+def iterated_inverse(W: Float[Tensor, "*b a c"], iterations: int) -> Float[Tensor, "*b c a"]:
+    """The iterate that converges to the pseudo-inverse of each matrix by itself, whatever its batch mates are.
+
+    ‖W‖₁ ‖W‖∞ ≥ σ_max² makes every eigenvalue of W Z₀ lie in [0, 1].
+    """
+    size = W.abs()
+    norms = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
+    Z = W.mT / norms[..., None, None]
+    for _ in range(iterations):
+        P = W @ Z
+        # 13 I − P (15 I − P (7 I − P)) = 13 I − 15 P + P² (7 I − P)
+        squared = P @ P
+        Z = Z @ (_shifted(7 * squared - squared @ P - 15 * P, 13.0) / 4)
+    return Z
+
+
+def _shifted(X: Float[Tensor, "*b a a"], by: float) -> Float[Tensor, "*b a a"]:
+    return X + by * torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)

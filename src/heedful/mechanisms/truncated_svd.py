@@ -1,0 +1,141 @@
+"""The best rank-r approximation of another mechanism: the floor under every low-rank one (Eckart & Young 1936).
+
+matrix      A_r = Σ_{i≤r} σ_i u_i v_iᵀ,   A = Σ σ_i u_i v_iᵀ the inner mechanism's matrix, σ₁ ≥ σ₂ ≥ …
+fast        none: A is formed and its SVD taken in float32 or better, O(N³) time and O(N²) memory
+gradient    in the basis of u and v, i ≤ r < j:  G_ij ← (σ_i² G_ij + σ_i σ_j G_ji) / (σ_i² − σ_j²), G_ji likewise
+cost        the inner scores + (6 N + 20 s) s² for the SVD, s = min(n, m), N = max(n, m), + 2 n m (r + e) flops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.kernels.dispatch import as_given
+from heedful.mechanisms.softmax import Softmax
+from heedful.patterns import Full
+from heedful.segments import Segments, per_segment
+from heedful.shapes import Float, Tensor
+
+
+class TruncatedSVD(Mechanism):
+    """A_r of another mechanism's matrix A: no matrix of rank r is nearer to it. A baseline for study, not for use.
+
+    >>> import torch, heedful as h
+    >>> from heedful.mechanisms.truncated_svd import TruncatedSVD
+    >>> q, k = torch.randn(2, 50, 8).unbind()
+    >>> torch.linalg.matrix_rank(TruncatedSVD(4, h.Softmax(h.Full())).matrix(q, k)).item()
+    4
+
+    rank    r; A itself where min(n, m) is not larger
+    inner   the mechanism; exact softmax attention of every query to every key by default
+
+    The pattern is Full whatever that of `inner` is: the best approximation of a causal matrix is not causal. Where
+    σ_r = σ_{r+1} there are several best ones; the one that the SVD returns is given, and A_r has no derivative there:
+    the terms that would be infinite are left out. What `inner` refuses (more queries than keys, where it is causal) is
+    refused here.
+    """
+
+    def __init__(self, rank: int, inner: Mechanism | None = None):
+        super().__init__(Full())
+        if rank < 1:
+            raise ValueError(f"rank: expected at least 1, got {rank}.")
+        if inner is not None and not isinstance(inner, Mechanism):
+            raise TypeError(f"inner: expected a Mechanism such as Softmax(Full()), got {type(inner).__name__}.")
+        self.rank = rank
+        self.inner = Softmax(Full()) if inner is None else inner
+
+    def matrix(self, q, k, *, segments=None):
+        self._check(q, k, None, segments)
+        if segments is not None:
+            unit = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)
+            return per_segment(lambda q, k, x: self.matrix(q, k) @ x, q, k, unit, segments)
+        return self._nearest(q, k).to(q.dtype)
+
+    def forward(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments)
+        if segments is not None:
+            return per_segment(self, q, k, v, segments)
+        with as_given(q):
+            return _times(self._nearest(q, k), v)
+
+    def products(self, q, k, *, segments=None):
+        kept: list[Tensor] = []
+        learns = any(x.requires_grad for x in (q, k, *self.inner.parameters()))
+
+        def nearest() -> Tensor:
+            """One SVD for all products, except for those that are to be differentiated in q or k."""
+            if kept and not (learns and torch.is_grad_enabled()):
+                return kept[0]
+            with as_given(q):
+                A = self._nearest(q, k) if segments is None else self.matrix(q, k, segments=segments)
+            if not A.requires_grad:
+                kept.append(A)
+            return A
+
+        return _product(nearest), _product(lambda: nearest().mT)
+
+    def _nearest(self, q: Tensor, k: Tensor) -> Float[Tensor, "*b n m"]:
+        """A_r in float32 or better."""
+        A = self.inner.matrix(q, k)
+        A = A.to(torch.promote_types(q.dtype, torch.float32))
+        return A if A.numel() == 0 else _BestOfRank.apply(A, self.rank)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
+        check_inputs(q, k, v, segments=segments, pattern=self.inner.pattern)
+
+    def cost(self, dims: Dims) -> Cost:
+        short, long = sorted((dims.n, dims.m))
+        scores = self.inner.cost(replace(dims, e=0)).flops
+        svd = 6 * long * short**2 + 20 * short**3
+        products = 2 * dims.n * dims.m * (min(self.rank, short) + dims.e)
+        return Cost(flops=scores + dims.batch * (svd + products), bytes=dims.io_bytes)
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}"
+
+
+class _BestOfRank(torch.autograd.Function):
+    """A ↦ A_r, with the derivative that needs a gap between σ_r and σ_{r+1} only.
+
+    That of torch.linalg.svd divides by every difference σ_i² − σ_j², also where u_i and u_j are both kept or both
+    dropped and the quotient has no say.
+    """
+
+    @staticmethod
+    def forward(ctx, A: Float[Tensor, "*b n m"], r: int) -> Float[Tensor, "*b n m"]:
+        U, sigma, Vh = torch.linalg.svd(A, full_matrices=False)
+        ctx.save_for_backward(U, sigma, Vh)
+        ctx.r = r
+        return U[..., :r] * sigma[..., None, :r] @ Vh[..., :r, :]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, G: Float[Tensor, "*b n m"]) -> tuple[Float[Tensor, "*b n m"], None]:
+        (U, sigma, Vh), r = ctx.saved_tensors, ctx.r
+        kept = torch.arange(sigma.shape[-1], device=G.device) < r
+        left, right = U.mT @ G, G @ Vh.mT
+        M = left @ Vh.mT
+        i, j = sigma[..., :, None], sigma[..., None, :]
+        across = kept[:, None] != kept
+        larger = torch.where(kept[:, None], i, j)  # σ of the kept one, in either order
+        gap = (i - j).abs() * (i + j)
+        mixed = (larger**2 * M + i * j * M.mT) / torch.where(across & (gap > 0), gap, 1)
+        inside = torch.where(across & (gap > 0), mixed, torch.where(kept[:, None] | kept, M, 0))
+        beyond = U[..., :r] @ (left - M @ Vh)[..., :r, :] + (right - U @ M)[..., :r] @ Vh[..., :r, :]  # σ_j = 0
+        return U @ inside @ Vh + beyond, None
+
+
+def _product(matrix: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(x: Tensor) -> Tensor:
+        with as_given(x):
+            return _times(matrix(), x)
+
+    return apply
+
+
+def _times(A: Float[Tensor, "*#b n m"], x: Float[Tensor, "*#b m e"]) -> Float[Tensor, "*b n e"]:
+    return (A @ x.to(A.dtype)).to(x.dtype)
