@@ -93,7 +93,12 @@ class Page:
     def document(self) -> tuple[list[str], list[tuple[str, str]]]:
         """Prose and mathematics of the file that defines the mechanism."""
         module = inspect.getmodule(type(self.mechanism))
-        return read_mathematics((module and module.__doc__) or self.entry.summary)
+        prose, mathematics = read_mathematics((module and module.__doc__) or self.entry.summary)
+        features = getattr(self.mechanism, "feature_map", None)
+        if features is not None:  # half of what a linear mechanism is stands with its feature map
+            words = (inspect.getdoc(type(features)) or "").split("\n\n")[0]
+            prose.append(f"{type(features).__name__}: {' '.join(words.split())}")
+        return prose, mathematics
 
     @cached_property
     def cost(self) -> Cost:
