@@ -31,12 +31,16 @@ from heedful.feature_maps import (
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
+from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
+from heedful.mechanisms.strided import StridedSoftmax
+from heedful.mechanisms.sum import Sum
+from heedful.mechanisms.top_k import TopK
 from heedful.mechanisms.truncated_svd import TruncatedSVD
-from heedful.patterns import Blocks, Causal, Global, Pattern, RandomBlocks, SparseFixed, Window
+from heedful.patterns import Blocks, Causal, Full, Global, Pattern, RandomBlocks, SparseFixed, Window
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
 __all__ = [
@@ -44,10 +48,14 @@ __all__ = [
     "Entry",
     "FixedPattern",
     "Linear",
+    "Mixture",
     "Paper",
     "Quadratic",
     "Retention",
     "Softmax",
+    "StridedSoftmax",
+    "Sum",
+    "TopK",
     "build",
     "identity",
     "relu2",
@@ -93,7 +101,7 @@ class Entry:
     @property
     def streams(self) -> bool:
         """It can go token by token."""
-        return isinstance(self.sample(d=8, heads=1, length=32), RecurrentMechanism)
+        return isinstance(self.sample(d=8, heads=8, length=32), RecurrentMechanism)
 
 
 def _window(before: int = 512, after: int = 0, sinks: int = 0, temperature: float = 1.0) -> Softmax:
@@ -215,6 +223,28 @@ def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedS
     return TruncatedSVD(rank, inner)
 
 
+def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> StridedSoftmax:
+    return StridedSoftmax(stride, window or None, causal, temperature=temperature)
+
+
+def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
+    return TopK(k, pattern, scale)
+
+
+def _mixture(heads: int = 8, causal: bool = False) -> Mixture:
+    kinds = ("left",) if causal else ("current", "previous", "next", "left", "right", "start", "end")
+    fixed = [FixedPattern(kinds[head % len(kinds)]) for head in range(heads - 1)]
+    return Mixture([*fixed, Softmax(Causal() if causal else Full())])
+
+
+def _sum(before: int = 512) -> Sum:
+    return Sum(Softmax(Window(before)), Linear())
+
+
+def _gated_sum(before: int = 512, heads: int = 1) -> Sum:
+    return Sum(Softmax(Window(before)), Linear(), gate="softmax", heads=heads)
+
+
 def _if_causal(pattern: Pattern, causal: bool) -> Pattern:
     return pattern & Causal() if causal else pattern
 
@@ -240,6 +270,8 @@ LIKHOSHERSTOV_23 = Paper("Likhosherstov et al.", 2023, "arXiv:2302.00787")
 WANG = Paper("Wang et al.", 2020, "arXiv:2006.04768")
 XIONG = Paper("Xiong et al.", 2021, "arXiv:2102.03902")
 ECKART = Paper("Eckart & Young", 1936, "Psychometrika 1(3)")
+GUPTA = Paper("Gupta et al.", 2021, "arXiv:2106.06899")
+WU = Paper("Wu et al.", 2022, "arXiv:2203.08913")
 KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
@@ -255,6 +287,9 @@ _ENTRIES = (
     Entry("blocks", _blocks, "sparse", "the keys of one's own block", QIU, "N·b", {"size": 8}),
     Entry("sparse-fixed", _sparse_fixed, "sparse", "one's own block and every block's summary", CHILD, "N·(l+cN/l)",
           {"stride": 8, "summary": 2}),
+    Entry("strided", _strided, "sparse", "every l-th key, and the last w", CHILD, "N·(w+N/l)",
+          {"stride": 4, "window": 4}),
+    Entry("top-k", _top_k, "sparse", "softmax over the k largest scores", GUPTA, "N²", {"k": 5}),
     Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
     Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
           {"size": 4, "random": 1}),
@@ -290,6 +325,10 @@ _ENTRIES = (
           {"rank": 4}),
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
+    Entry("mixture", _mixture, "combinations", "each head its own: seven fixed, one learned", RAGANATO, "each head's"),
+    Entry("sum", _sum, "combinations", "mechanisms added up: a window and a linear one", WU, "N·(w+r)", {"before": 5}),
+    Entry("gated-sum", _gated_sum, "combinations", "mechanisms weighed by a learned gate", WU, "N·(w+r)",
+          {"before": 5}),
 )
 # fmt: on
 

@@ -1,0 +1,11 @@
+"""Softmax attention over a strided pattern, with or without a window: dense attention inside residue classes."""
+
+from heedful.kernels.blocked import reference as blocked
+from heedful.kernels.dispatch import Backend, Kernel
+from heedful.kernels.strided import reference
+
+strided = Kernel(
+    "strided",
+    Backend("strided", reference.attend, reference.objections),
+    Backend("torch", blocked.blocked, blocked.objections),
+)

@@ -1,0 +1,241 @@
+"""A mechanism for each head, or for each group of heads.
+
+    matrix      A of head h is that of its own mechanism
+    fast        neighbouring heads of equal mechanisms in one call each, joined
+    recurrence  that of every part, where all have one; the state is the tuple of theirs
+    cost        the sum of the parts', each for its share of the heads
+
+The heads are the last batch axis. Raganato et al. (2020, arXiv:2002.10260) give seven heads of an encoder fixed
+patterns and leave one to learn: Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import accumulate
+from operator import or_
+
+import torch
+from torch import nn
+
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
+from heedful.patterns import Causal, Pattern
+from heedful.segments import Segments
+from heedful.shapes import Tensor
+
+
+class Mixture(Mechanism):
+    """Each head its own mechanism; where all of them go token by token, so does the mixture.
+
+    >>> import torch, heedful as h
+    >>> from heedful.mechanisms.mixture import Mixture
+    >>> attend = Mixture([h.FixedPattern("left")] * 7 + [h.Softmax()])
+    >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
+    >>> attend(q, k, v).shape
+    torch.Size([2, 8, 100, 16])
+    >>> attend.groups
+    (7, 1)
+
+    mechanisms   one for each head, in the order of the heads, or one for each group of heads
+    groups       how many neighbouring heads each mechanism serves; one each by default
+
+    Heads share keys and values where k and v have a head axis of 1. Equal neighbours become one part: `parts` holds one
+    mechanism for each run of heads and `groups` the lengths of the runs. Mechanisms with parameters or buffers are only
+    equal to themselves, so that what one head learns stays its own.
+    """
+
+    def __new__(cls, mechanisms: Sequence[Mechanism] = (), groups: Sequence[int] | None = None):
+        return super().__new__(StreamingMixture if cls is Mixture and all_recurrent(mechanisms) else cls)
+
+    def __init__(self, mechanisms: Sequence[Mechanism], groups: Sequence[int] | None = None):
+        check_parts(mechanisms)
+        sizes = [1] * len(mechanisms) if groups is None else list(groups)
+        if len(sizes) != len(mechanisms) or any(not isinstance(size, int) or size < 1 for size in sizes):
+            raise ValueError(
+                f"groups: {groups!r}, expected {len(mechanisms)} integers ≥ 1, the number of heads of each mechanism."
+            )
+        parts: list[Mechanism] = []
+        runs: list[int] = []
+        for mechanism, size in zip(mechanisms, sizes, strict=True):
+            if parts and _alike(parts[-1], mechanism):
+                runs[-1] += size
+            else:
+                parts.append(mechanism)
+                runs.append(size)
+        super().__init__(union(parts))
+        self.parts = nn.ModuleList(parts)
+        self.groups = tuple(runs)
+
+    @property
+    def heads(self) -> int:
+        """How many heads there are."""
+        return sum(self.groups)
+
+    def forward(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments=segments)
+        outs = [part(*qkv, segments=ids) for part, qkv, ids in self._split(segments, q, k, v)]
+        return _join(outs)
+
+    def matrix(self, q, k, *, segments=None):
+        self._check(q, k, segments=segments)
+        return _join([part.matrix(*qk, segments=ids) for part, qk, ids in self._split(segments, q, k)])
+
+    def products(self, q, k, *, segments=None):
+        self._check(q, k, segments=segments)
+        adjoints: list[Callable[[Tensor], Tensor]] = [
+            part.products(*qk, segments=ids)[1] for part, qk, ids in self._split(segments, q, k)
+        ]
+
+        def adjoint(y):
+            return _join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
+
+        return lambda x: self(q, k, x, segments=segments), adjoint
+
+    def cost(self, dims: Dims) -> Cost:
+        costs = [part.cost(replace(dims, batch=size)) for part, size in self._sized()]
+
+        def share(total: int) -> int:  # the batch of `dims` counts all heads of all rows
+            return total * dims.batch // self.heads
+
+        states = [cost.state for cost in costs if cost.state is not None]
+        return Cost(
+            flops=share(sum(cost.flops for cost in costs)),
+            bytes=share(sum(cost.bytes for cost in costs)),
+            state=share(sum(states)) if isinstance(self, RecurrentMechanism) else None,
+        )
+
+    def explain(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments=segments)
+        lines = []
+        split = self._split(segments, q, k, v)
+        for stop, size, (part, qkv, ids) in zip(accumulate(self.groups), self.groups, split, strict=True):
+            name = f"head {stop - 1}" if size == 1 else f"heads {stop - size} to {stop - 1}"
+            lines += [f"{name}: {line}" for line in part.explain(*qkv, segments=ids).splitlines()]
+        return "\n".join(lines)
+
+    def _check(self, *qkv, segments=None) -> None:
+        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        if batch[-1:] != (self.heads,):
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))
+            given = f"{batch[-1]} heads" if batch else "no head axis"
+            raise ValueError(
+                f"q: {given} in {shapes}, expected {self.heads} on the last batch axis, (*batch, {self.heads}, tokens, "
+                f"width): this mixture has {' + '.join(map(str, self.groups))} heads. Likely cause: a mixture for "
+                "another number of heads, heads that were not split, or grouped queries (B, groups, per group, n, d), "
+                "for which the mixture must name the heads of one group."
+            )
+
+    def _sized(self) -> Iterator[tuple[Mechanism, int]]:
+        for part, size in zip(self.parts, self.groups, strict=True):
+            assert isinstance(part, Mechanism)
+            yield part, size
+
+    def _split(
+        self, segments: Segments | None, *tensors: Tensor
+    ) -> Iterator[tuple[Mechanism, list[Tensor], Segments | None]]:
+        """Each part with its heads of the tensors and of the segments; an axis of 1 serves all."""
+        start = 0
+        for part, size in self._sized():
+            heads = slice(start, start + size)
+            yield part, [_take_heads(x, heads, 2) for x in tensors], _take_ids(segments, heads)
+            start += size
+
+    def extra_repr(self) -> str:
+        return f"heads {' + '.join(map(str, self.groups))}"
+
+
+class StreamingMixture(Mixture, RecurrentMechanism):
+    """A mixture all of whose parts go token by token; `Mixture(…)` makes one where it can."""
+
+    def init_state(self, q, k, v) -> tuple[State, ...]:
+        self._check(q, k, v)
+        return tuple(part.init_state(*qkv) for part, qkv, _ in self._split_streams(None, q, k, v))
+
+    def prefill(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments=segments)
+        results = [part.prefill(*qkv, segments=ids) for part, qkv, ids in self._split_streams(segments, q, k, v)]
+        return _join([out for out, _ in results]), tuple(state for _, state in results)
+
+    def step(self, state: tuple[State, ...], q, k, v):
+        self._check(q, k, v)
+        streams = self._split_streams(None, q, k, v)
+        results = [part.step(own, *qkv) for own, (part, qkv, _) in zip(state, streams, strict=True)]
+        return _join([out for out, _ in results]), tuple(after for _, after in results)
+
+    def _split_streams(
+        self, segments: Segments | None, *tensors: Tensor
+    ) -> Iterator[tuple[RecurrentMechanism, list[Tensor], Segments | None]]:
+        for part, own, ids in self._split(segments, *tensors):
+            assert isinstance(part, RecurrentMechanism)
+            yield part, own, ids
+
+
+def check_parts(mechanisms: Sequence[Mechanism]) -> None:
+    """At least one, and all of them mechanisms."""
+    if not isinstance(mechanisms, Sequence) or not mechanisms:
+        raise TypeError(f"mechanisms: expected a list of at least one Mechanism, got {mechanisms!r}.")
+    for at, mechanism in enumerate(mechanisms):
+        if not isinstance(mechanism, Mechanism):
+            raise TypeError(
+                f"mechanisms[{at}]: expected a Mechanism such as heedful.Softmax(), got {mechanism!r}. A name becomes "
+                "one with heedful.build(name)."
+            )
+
+
+def all_recurrent(mechanisms: Sequence[Mechanism]) -> bool:
+    """Whether there are mechanisms and all go token by token; of what is no list, `check_parts` will tell."""
+    return (
+        isinstance(mechanisms, Sequence)
+        and bool(mechanisms)
+        and all(isinstance(mechanism, RecurrentMechanism) for mechanism in mechanisms)
+    )
+
+
+def union(mechanisms: Sequence[Mechanism]) -> Pattern:
+    """Who sees whom by one mechanism at least; `Causal` where no query sees a later key."""
+    patterns: list[Pattern] = []
+    for mechanism in mechanisms:
+        if mechanism.pattern not in patterns:
+            patterns.append(mechanism.pattern)
+    if len(patterns) > 1 and all(pattern.is_causal for pattern in patterns):
+        return Causal()
+    return reduce(or_, patterns)
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """The same object, or the same type with the same options and no tensors: one call can serve both."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or any((*m.parameters(), *m.buffers()) for m in (one, other)):
+        return False
+    own, its = (dict(module.named_children()) for module in (one, other))
+    return own.keys() == its.keys() and all(_alike(own[name], its[name]) for name in own) and _same_options(one, other)
+
+
+def _same_options(one: nn.Module, other: nn.Module) -> bool:
+    common = vars(nn.Module())  # hooks, flags and the like, which torch keeps
+    own, its = ({name: value for name, value in vars(m).items() if name not in common} for m in (one, other))
+    try:
+        return bool(own == its)
+    except (RuntimeError, ValueError):  # a tensor or an array among them, which has no single answer
+        return False
+
+
+def _take_heads(x: Tensor, heads: slice, tail: int) -> Tensor:
+    """The heads of x, which stand before its last `tail` axes; an axis of 1, or none, serves all."""
+    if x.ndim <= tail or x.shape[-tail - 1] == 1:
+        return x
+    return x.narrow(-tail - 1, heads.start, heads.stop - heads.start)
+
+
+def _take_ids(segments: Segments | None, heads: slice) -> Segments | None:
+    if isinstance(segments, tuple):
+        return _take_heads(segments[0], heads, 1), _take_heads(segments[1], heads, 1)
+    return None if segments is None else _take_heads(segments, heads, 1)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
