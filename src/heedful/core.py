@@ -127,11 +127,6 @@ class Mechanism(nn.Module, ABC):
     def operator(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> AttentionOperator:
         """A(q, k) as a linear operator that is never formed."""
         check_inputs(q, k, segments=segments, pattern=self.pattern)
-
-        def dense() -> Tensor:
-            with as_given(q):
-                return self.matrix(q, k, segments=segments)
-
         apply, adjoint = self.products(q, k, segments=segments)
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
         return AttentionOperator(
@@ -140,7 +135,7 @@ class Mechanism(nn.Module, ABC):
             q.device,
             apply,
             adjoint,
-            dense,
+            lambda: self.matrix(q, k, segments=segments),
         )
 
     def extra_repr(self) -> str:

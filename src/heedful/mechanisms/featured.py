@@ -65,13 +65,16 @@ class Featured(RecurrentMechanism):
         fade = torch.zeros_like(distance) if decay is None else decay[..., None, None] * distance
         fade = fade.masked_fill(~sees, 0).to(q.dtype)
         if isinstance(self.feature_map, LogFeatureMap):
-            log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k)) + fade
+            with as_given(q):
+                log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k)) + fade
             log = log.masked_fill(~sees, -torch.inf)
             if self.normalise and m:
                 total = log.logsumexp(-1, keepdim=True)
                 log = log - total.masked_fill(total == -torch.inf, 0)
             return log.exp().to(q.dtype)
-        weights = self.feature_map.query(q, layout.query_positions) @ self.feature_map.key(k, layout.key_positions).mT
+        with as_given(q):
+            x, y = self.feature_map.query(q, layout.query_positions), self.feature_map.key(k, layout.key_positions)
+            weights = x @ y.mT
         weights = torch.where(sees, weights * fade.exp(), 0)
         if self.normalise:
             total = weights.sum(-1, keepdim=True)

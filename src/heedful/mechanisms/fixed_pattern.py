@@ -50,9 +50,9 @@ class _Aligned(Pattern):
 class FixedPattern(Mechanism):
     """Attention that needs no queries and no keys: each row is known beforehand.
 
-    >>> from heedful.mechanisms.fixed_pattern import FixedPattern
+    >>> import torch, heedful as h
     >>> x = torch.randn(4, 1)
-    >>> FixedPattern("left").matrix(x, x)
+    >>> h.FixedPattern("left").matrix(x, x)
     tensor([[1.0000, 0.0000, 0.0000, 0.0000],
             [1.0000, 0.0000, 0.0000, 0.0000],
             [1.0000, 0.0000, 0.0000, 0.0000],

@@ -31,9 +31,8 @@ class Linformer(Mechanism):
     """Softmax attention to r mixtures of the keys.
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.linformer import Linformer
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
-    >>> Linformer(length=4096, rank=128)(q, k, v).shape
+    >>> h.Linformer(length=4096, rank=128)(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
 
     length       the longest sequence; one of m < length tokens uses the first m columns of E and F, as if zeros
@@ -100,9 +99,10 @@ class Linformer(Mechanism):
         A = q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
         for segment in layout.key_ids[layout.key_ids >= 0].unique().tolist():
             own = (layout.key_ids == segment)[..., None]
-            weights = (q @ (E @ torch.where(own, k, 0)).mT * scale).softmax(-1)
             here = (layout.query_ids == segment)[..., None]
-            A = torch.where(here, weights @ torch.where(own.mT, F, 0), A)
+            with as_given(q):
+                weights = (q @ (E @ torch.where(own, k, 0)).mT * scale).softmax(-1)
+                A = torch.where(here, weights @ torch.where(own.mT, F, 0), A)
         return A
 
     def forward(self, q, k, v, *, segments=None):

@@ -30,8 +30,7 @@ class Mixture(Mechanism):
     """Each head its own mechanism; where all of them go token by token, so does the mixture.
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.mixture import Mixture
-    >>> attend = Mixture([h.FixedPattern("left")] * 7 + [h.Softmax()])
+    >>> attend = h.Mixture([h.FixedPattern("left")] * 7 + [h.Softmax()])
     >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
     >>> attend(q, k, v).shape
     torch.Size([2, 8, 100, 16])

@@ -27,9 +27,8 @@ class Nystrom(Mechanism):
     """Softmax attention through segment-mean landmarks.
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.nystrom import Nystrom
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
-    >>> Nystrom(landmarks=64)(q, k, v).shape
+    >>> h.Nystrom(landmarks=64)(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
 
     landmarks    r; a sequence of fewer tokens has its tokens for landmarks, and A is then softmax attention up to Z.
@@ -74,12 +73,13 @@ class Nystrom(Mechanism):
             torch.stack([piece.mean(-2) for piece in X.tensor_split(min(self.landmarks, X.shape[-2]), -2)], -2)
             for X in (Q, K)
         )
-        W = (Q_ @ K_.mT * scale).softmax(-1)
-        Z = W.mT / (torch.linalg.matrix_norm(W, 1) * torch.linalg.matrix_norm(W, torch.inf))[..., None, None]
-        eye = torch.eye(W.shape[-2], dtype=wide, device=q.device)
-        for _ in range(self.iterations):
-            Z = Z @ (13 * eye - W @ Z @ (15 * eye - W @ Z @ (7 * eye - W @ Z))) / 4
-        return ((Q @ K_.mT * scale).softmax(-1) @ Z @ (Q_ @ K.mT * scale).softmax(-1)).to(q.dtype)
+        with as_given(q):
+            W = (Q_ @ K_.mT * scale).softmax(-1)
+            Z = W.mT / (torch.linalg.matrix_norm(W, 1) * torch.linalg.matrix_norm(W, torch.inf))[..., None, None]
+            eye = torch.eye(W.shape[-2], dtype=wide, device=q.device)
+            for _ in range(self.iterations):
+                Z = Z @ (13 * eye - W @ Z @ (15 * eye - W @ Z @ (7 * eye - W @ Z))) / 4
+            return ((Q @ K_.mT * scale).softmax(-1) @ Z @ (Q_ @ K.mT * scale).softmax(-1)).to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)

@@ -22,7 +22,7 @@ from torch import nn
 from heedful.core import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
-from heedful.kernels.dispatch import Backend, Kernel
+from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.mechanisms.scored import Scored
 from heedful.patterns import Causal, Pattern
 from heedful.segments import visible
@@ -120,7 +120,8 @@ class Quadratic(Scored):
     def matrix(self, q, k, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         sees = visible(self.pattern, q.shape[-2], k.shape[-2], segments, q.device)
-        scores = q @ k.mT * self.score_scale(q.shape[-1])
+        with as_given(q):
+            scores = q @ k.mT * self.score_scale(q.shape[-1])
         if self.activation is torch.exp and self.normalise in ("l1", "l2"):
             p = {"l1": 1, "l2": 2}[self.normalise]
             scores = scores.masked_fill(~sees, -torch.inf)

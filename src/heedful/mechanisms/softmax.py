@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from heedful.core import check_inputs
+from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.scored import Scored
@@ -87,7 +88,8 @@ class Softmax(Scored):
     def matrix(self, q, k, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         n, m = q.shape[-2], k.shape[-2]
-        z = q @ k.mT * super().score_scale(q.shape[-1])
+        with as_given(q):
+            z = q @ k.mT * super().score_scale(q.shape[-1])
         if self.softcap is not None:
             z = self.softcap * torch.tanh(z / self.softcap)
         if self.bias is not None:

@@ -22,9 +22,8 @@ class StridedSoftmax(Scored):
     """Softmax over every `stride`-th key, and over the nearest `window` keys, in O(N · (N / stride + window)).
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.strided import StridedSoftmax
     >>> q, k, v = torch.randn(3, 1, 8, 1000, 16).unbind()
-    >>> attend = StridedSoftmax(32, window=32)
+    >>> attend = h.StridedSoftmax(32, window=32)
     >>> attend.pattern
     ((Strided(stride=32) | Window(before=31, after=0, sinks=0)) & Causal())
     >>> torch.allclose(attend(q, k, v), h.Softmax(attend.pattern)(q, k, v), atol=1e-5)

@@ -28,11 +28,10 @@ class Sum(Mechanism):
     """Σ g_p A_p over mechanisms; where all of them go token by token, so does the sum.
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.sum import Sum
     >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
-    >>> Sum(h.Softmax(), h.Linear(), weights=[0.8, 0.2])(q, k, v).shape
+    >>> h.Sum(h.Softmax(), h.Linear(), weights=[0.8, 0.2])(q, k, v).shape
     torch.Size([2, 8, 100, 16])
-    >>> gated = Sum(h.Softmax(h.Window(16)), h.Linear(), gate="softmax", heads=8)
+    >>> gated = h.Sum(h.Softmax(h.Window(16)), h.Linear(), gate="softmax", heads=8)
     >>> gated.weights.shape, gated(q, k, v).shape
     (torch.Size([2, 8]), torch.Size([2, 8, 100, 16]))
 

@@ -62,10 +62,9 @@ def _largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
 class TopK(Scored):
     """Softmax over the k largest visible scores of each query.
 
-    >>> import torch
-    >>> from heedful.mechanisms.top_k import TopK
+    >>> import torch, heedful as h
     >>> q = torch.ones(4, 1)
-    >>> TopK(2).matrix(q, torch.tensor([[0.0], [3.0], [3.0], [3.0]]))
+    >>> h.TopK(2).matrix(q, torch.tensor([[0.0], [3.0], [3.0], [3.0]]))
     tensor([[1.0000, 0.0000, 0.0000, 0.0000],
             [0.0474, 0.9526, 0.0000, 0.0000],
             [0.0000, 0.5000, 0.5000, 0.0000],

@@ -25,9 +25,8 @@ class TruncatedSVD(Mechanism):
     """A_r of another mechanism's matrix A: no matrix of rank r is nearer to it. A baseline for study, not for use.
 
     >>> import torch, heedful as h
-    >>> from heedful.mechanisms.truncated_svd import TruncatedSVD
     >>> q, k = torch.randn(2, 50, 8).unbind()
-    >>> torch.linalg.matrix_rank(TruncatedSVD(4, h.Softmax(h.Full())).matrix(q, k)).item()
+    >>> torch.linalg.matrix_rank(h.TruncatedSVD(4, h.Softmax(h.Full())).matrix(q, k)).item()
     4
 
     rank    r; A itself where min(n, m) is not larger
@@ -53,7 +52,8 @@ class TruncatedSVD(Mechanism):
         if segments is not None:
             unit = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)
             return per_segment(lambda q, k, x: self.matrix(q, k) @ x, q, k, unit, segments)
-        return self._nearest(q, k).to(q.dtype)
+        with as_given(q):
+            return self._nearest(q, k).to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments)
