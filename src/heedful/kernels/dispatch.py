@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +28,22 @@ class Backend:
     name: str
     run: Callable[..., Any]
     objections: Callable[..., list[str]]
+
+
+def triton_backend(module: str, name: str) -> Backend:
+    """The function `name` of a module of Triton programs, which is imported when inputs on a GPU first ask for it."""
+
+    def run(*args, **kwargs):
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    def objections(q: Tensor, *args, **kwargs) -> list[str]:
+        if q.device.type != "cuda":
+            return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
+        if find_spec("triton") is None:
+            return ["Triton is not installed: pip install 'heedful[kernels]'."]
+        return import_module(module).objections(q, *args, **kwargs)
+
+    return Backend("triton", run, objections)
 
 
 class Kernel:
@@ -66,6 +84,13 @@ def as_given(x: Tensor):
     """No autocast on the device of x: what a kernel raised to float32 must not be rounded again on the way."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def on_device(x: Tensor):
+    """Triton launches on the current device: make it that of x where it is not."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 @contextmanager

@@ -8,7 +8,7 @@
                 start     A_ij ∝ (L − j)³
                 end       A_ij ∝ (j + 1)³
                 last      A_ij = [j = L − 1]
-    fast        shifts; weighted prefix means in blocks (kernels/prefix); one product for start and end
+    fast        shifts; weighted prefix means in blocks (kernels/fixed_heads); one product for start and end
     recurrence  left      μ_t = μ_{t-1} + 4(t − 1)/t² · (v_{t-2} − μ_{t-1}), as (t − 1)³ / Σ_{s<t} s³ = 4(t − 1)/t²
     cost        left, right 2m(c + 2)e flops, start, end 2me, shifts none; state 3e, e or 0
 
@@ -18,6 +18,7 @@ current, previous and next are uniform over a word's tokens, left and right keep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,6 +26,8 @@ import torch
 from torch.nn.functional import pad
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, check_inputs
+from heedful.kernels.fixed_heads import fixed_heads
+from heedful.kernels.fixed_heads.reference import APART
 from heedful.kernels.prefix import weighted_prefix_mean
 from heedful.kernels.prefix.reference import BLOCK, weighted_mean
 from heedful.patterns import Causal, Pattern
@@ -32,8 +35,6 @@ from heedful.segments import Layout, Segments, in_last, resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
-APART = 2
-"""The contexts leave out the token itself and its neighbour, which have heads of their own."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,41 +137,24 @@ class FixedPattern(Mechanism):
         shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
         if 0 in shape or m == 0:
             rows = v.new_zeros(shape)
-        elif segments is None and self._words() is None:
-            rows = self._whole(v, n)
+        elif segments is None and self.kernel_kind is not None:
+            rows = fixed_heads(v, (self.kernel_kind,), n)
         else:
             rows = self._by_segment(v, resolve(segments, n, m, v.device))
         if rows.shape != shape:
             rows = rows.expand(shape).clone()
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            rows = rows.add_(q[..., :0].sum() + k[..., :0].sum())  # sums of nothing: their gradients are zeros
-        return rows
+        return _Unread.apply(rows, q, k)
 
     def _words(self) -> Tensor | None:
         """Word ids, for the kinds that ask for them."""
         return None if self.kind in ("start", "end", "last") else self.words
 
-    def _whole(self, v: Float[Tensor, "*b m e"], n: int) -> Tensor:
-        """The last n rows of one sequence without padding, in memory of their own."""
-        m = v.shape[-2]
-        match self.kind:
-            case "current":
-                return v[..., m - n :, :].clone(memory_format=torch.contiguous_format)
-            case "last":
-                return v[..., -1:, :].clone()
-            case "previous":
-                if n < m:
-                    return v[..., m - n - 1 : m - 1, :].clone(memory_format=torch.contiguous_format)
-                return torch.cat([v[..., -1:, :] if self.edge == "last" else v[..., :1, :], v[..., :-1, :]], -2)
-            case "next":
-                return torch.cat([v[..., m - n + 1 :, :], v[..., :1, :]], -2)
-            case "left":
-                rows = weighted_prefix_mean(v, _cubes(m, v), delay=APART)
-                return rows if n == m else rows[..., m - n :, :].clone()
-            case "right":
-                return weighted_prefix_mean(v[..., m - n :, :], _cubes(n, v).flip(-1), delay=APART, reverse=True)
-            case _:
-                return weighted_mean(v, _cubes(m, v) if self.kind == "end" else _cubes(m, v).flip(-1)).to(v.dtype)
+    @property
+    def kernel_kind(self) -> str | None:
+        """What `kernels/fixed_heads` calls this head; None where words make it another."""
+        if self._words() is not None:
+            return None
+        return "earlier" if self.edge == "first" else self.kind
 
     def _by_segment(self, v: Float[Tensor, "*b m e"], layout: Layout) -> Tensor:
         """The same under segments and words: with keys in the order of their segments, each row is one place."""
@@ -235,13 +219,40 @@ class FixedPattern(Mechanism):
         return Cost(flops=2 * dims.batch * terms * dims.e, bytes=dims.io_bytes)
 
     def explain(self, q, k, v, *, segments=None):
-        if self.kind in ("left", "right") or (self._sums() and (segments is not None or self.words is not None)):
+        if segments is None and self.kernel_kind is not None:
+            return fixed_heads.explain(v, (self.kernel_kind,), q.shape[-2])
+        if self._sums():
             return weighted_prefix_mean.explain(v, torch.ones(v.shape[-2], device=v.device))
         return super().explain(q, k, v, segments=segments)
 
     def extra_repr(self) -> str:
         parts = [self.kind] + ['edge="first"'] * (self.edge == "first") + ["words"] * (self.words is not None)
         return ", ".join(parts)
+
+
+def heads_together(patterns: Sequence[FixedPattern], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One pattern for each head, none with words, no segments: what the mechanisms give one by one, in one call."""
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    n, v = q.shape[-2], v.expand(*batch, *v.shape[-2:])
+    if 0 in (*batch, n, *v.shape[-2:]):
+        return v.new_zeros(*batch, n, v.shape[-1])
+    return _Unread.apply(fixed_heads(v, tuple(str(pattern.kernel_kind) for pattern in patterns), n), q, k)
+
+
+class _Unread(torch.autograd.Function):
+    """rows, which q and k have no part in: their gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx, rows, q, k):
+        ctx.save_for_backward(q, k)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k = (
+            torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        )
+        return grad, q, k
 
 
 class Recent(NamedTuple):
@@ -308,10 +319,6 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
     def cost(self, dims: Dims) -> Cost:
         cost = super().cost(dims)
         return Cost(cost.flops, cost.bytes, dims.batch * dims.e * (self._kept + (self.kind == "left")))
-
-
-def _cubes(m: int, like: Tensor) -> Float[Tensor, " m"]:
-    return torch.arange(1, m + 1, device=like.device, dtype=torch.float64) ** 3
 
 
 def _count_words(words: Tensor, ids: Tensor, where: Tensor, own: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """A mechanism for each head, or for each group of heads.
 
     matrix      A of head h is that of its own mechanism
-    fast        neighbouring heads of equal mechanisms in one call each, joined
+    fast        neighbouring heads of equal mechanisms in one call each, fixed heads of any kinds too; joined
     recurrence  that of every part, where all have one; the state is the tuple of theirs
     cost        the sum of the parts', each for its share of the heads
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import or_
 
 import torch
 from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
+from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor
@@ -74,7 +75,19 @@ class Mixture(Mechanism):
 
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
-        outs = [part(*qkv, segments=ids) for part, qkv, ids in self._split(segments, q, k, v)]
+        outs: list[Tensor] = []
+        stop = 0
+        for fixed, run in groupby(self._sized(), lambda own: segments is None and _is_fixed(own[0])):
+            parts = list(run)
+            together = fixed and len(parts) > 1
+            for some in [parts] if together else ([own] for own in parts):
+                start, stop = stop, stop + sum(size for _, size in some)
+                qkv = [_take_heads(x, slice(start, stop), 2) for x in (q, k, v)]
+                if together:
+                    patterns = [part for part, size in some for _ in range(size) if isinstance(part, FixedPattern)]
+                    outs.append(heads_together(patterns, *qkv))
+                else:
+                    outs.append(some[0][0](*qkv, segments=_take_ids(segments, slice(start, stop))))
         return _join(outs)
 
     def matrix(self, q, k, *, segments=None):
@@ -202,6 +215,11 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
     if len(patterns) > 1 and all(pattern.is_causal for pattern in patterns):
         return Causal()
     return reduce(or_, patterns)
+
+
+def _is_fixed(part: Mechanism) -> bool:
+    """Neighbours of which this is true go together, whatever their kinds."""
+    return isinstance(part, FixedPattern) and part.kernel_kind is not None
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:

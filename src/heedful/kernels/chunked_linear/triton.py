@@ -26,8 +26,6 @@ order: runs are bit-equal. README.md has the floors, the measurements and what d
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -36,6 +34,7 @@ from torch import Tensor
 from heedful.kernels.chunked_linear import launches, reference
 from heedful.kernels.chunked_linear.launches import INTERPRETED
 from heedful.kernels.chunked_linear.reference import LinearState
+from heedful.kernels.dispatch import on_device
 
 WIDEST = 256
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -93,16 +92,9 @@ def chunked_linear(
         shifted = reference.exp_shifts(q, k, causal, decay, code, state, heads)
         shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
-    with _on(q):
+    with on_device(q):
         o, S, z = _Linear.apply(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads)
     return o, LinearState(S, z, log_scale)
-
-
-def _on(x):
-    """Triton launches on the current device: make it that of x where it is not."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
 
 
 if INTERPRETED:

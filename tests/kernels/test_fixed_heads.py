@@ -1,0 +1,90 @@
+"""Fixed heads, in torch and in Triton (interpreted on the CPU), against the definition."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+import heedful as h  # noqa: E402
+from heedful.kernels.fixed_heads import reference  # noqa: E402
+from heedful.kernels.fixed_heads.reference import KINDS  # noqa: E402
+
+
+def triton_form():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from heedful.kernels.fixed_heads import triton as form
+
+    return form
+
+
+@pytest.fixture(params=["torch", "triton"])
+def form(request):
+    return reference if request.param == "torch" else triton_form()
+
+
+def matrices(n, m):
+    """The definition of each kind, (heads, n, m), in float64."""
+    q, k = torch.zeros(n, 1, dtype=torch.float64), torch.zeros(m, 1, dtype=torch.float64)
+    heads = [h.FixedPattern("previous", edge="first") if kind == "earlier" else h.FixedPattern(kind) for kind in KINDS]
+    return torch.stack([head.matrix(q, k) for head in heads]).to(DEVICE)
+
+
+@pytest.mark.parametrize("m, n, e", [(1, 1, 3), (2, 2, 16), (3, 1, 5), (100, 100, 7), (300, 37, 16), (517, 517, 70)])
+def test_rows_and_gradients_are_the_definitions(form, m, n, e):
+    v = torch.randn(2, len(KINDS), m, e, device=DEVICE, requires_grad=True)
+    A = matrices(n, m)
+    out = form.fixed_heads(v, KINDS, n)
+    torch.testing.assert_close(out.double(), A @ v.double(), rtol=1e-5, atol=1e-5)
+    g = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, g)
+    torch.testing.assert_close(dv.double(), A.mT @ g.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_one_kind_serves_all_heads(form):
+    v = torch.randn(2, 3, 50, 4, device=DEVICE)
+    torch.testing.assert_close(form.fixed_heads(v, ("left",), 50), form.fixed_heads(v, ("left",) * 3, 50))
+
+
+def test_values_may_lie_in_any_order(form):
+    v = torch.randn(2, 50, len(KINDS), 4, device=DEVICE).transpose(1, 2)
+    assert torch.equal(form.fixed_heads(v, KINDS, 50), form.fixed_heads(v.contiguous(), KINDS, 50))
+
+
+def test_every_element_is_written(monkeypatch):
+    form = triton_form()
+    v = torch.randn(1, len(KINDS), 300, 20, device=DEVICE)
+    wanted = form.fixed_heads(v, KINDS, 300)
+    empty = torch.empty
+    monkeypatch.setattr(form.torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    assert torch.equal(form.fixed_heads(v, KINDS, 300), wanted)
+
+
+def test_a_mixture_runs_its_fixed_heads_together(monkeypatch):
+    from heedful.mechanisms import fixed_pattern
+
+    calls = []
+    kernel = fixed_pattern.fixed_heads
+    monkeypatch.setattr(fixed_pattern, "fixed_heads", lambda v, kinds, n: calls.append(kinds) or kernel(v, kinds, n))
+    heads = [h.FixedPattern("left"), h.FixedPattern("previous", edge="first"), h.FixedPattern("end")]
+    attend = h.Mixture([*heads, h.Softmax()])
+    q, k, v = torch.randn(3, 2, 4, 30, 8, device=DEVICE).unbind()
+    out = attend(q, k, v)
+    assert calls == [("left", "earlier", "end")]
+    torch.testing.assert_close(out, attend.matrix(q, k) @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_it_says_what_it_cannot_take():
+    v = torch.randn(2, 3, 10, 4)
+    with pytest.raises(ValueError, match="one for each head"):
+        reference.fixed_heads(v, ("left", "end"), 10)
+    with pytest.raises(ValueError, match="sideways"):
+        reference.fixed_heads(v, ("sideways",), 10)
+    with pytest.raises(ValueError, match="last of the 10 tokens"):
+        reference.fixed_heads(v, ("left",), 11)
+    assert "float64" in triton_form().objections(v.double(), ("left",), 10)[0]
