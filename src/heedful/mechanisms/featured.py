@@ -18,8 +18,9 @@ import torch
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
-from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, LinearState, runs
+from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.linear_step import linear_step
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor
@@ -171,33 +172,16 @@ class Featured(RecurrentMechanism):
                 f"q: width {q.shape[-1]} gives {self.feature_map.dim(q.shape[-1])} features, expected "
                 f"{state.S.shape[-2]} as in the state. Likely cause: a state of another layer."
             )
-        dtype, wide = q.dtype, state.S.dtype
-        q, k, v = (x.to(wide) for x in (q, k, v))
-        S, z, scale, lift = state.S, state.z, state.log_scale, None
-        if scale is not None and isinstance(self.feature_map, LogFeatureMap):
-            x, y = self.feature_map.log_query(q), self.feature_map.log_key(k)
-            top = x.amax(-1, keepdim=True)
-            before = scale.masked_fill(state.length == 0, -torch.inf)  # an empty state has no scale yet
-            scale = torch.maximum(before, y.amax((-2, -1)))
-            fall = (before - scale).exp()
-            S, z = S * fall[..., None, None], None if z is None else z * fall[..., None]
-            x, y, lift = (x - top).exp(), (y - scale[..., None, None]).exp(), top + scale[..., None, None]
-        else:
-            here = state.length[..., None]
-            x, y = self.feature_map.query(q, here), self.feature_map.key(k, here)
+        dtype, wide, name = q.dtype, state.S.dtype, self.feature_map.kernel_name
+        if isinstance(self.feature_map, LogFeatureMap):
+            name, q, k = "exp", self.feature_map.log_query(q.to(wide)), self.feature_map.log_key(k.to(wide))
+        elif name is None:
+            name, here = "identity", state.length[..., None]
+            q, k = self.feature_map.query(q.to(wide), here), self.feature_map.key(k.to(wide), here)
         decay = self.log_decay()
-        if decay is not None:
-            keep = decay.to(wide).exp()
-            S, z = S * keep[..., None, None], None if z is None else z * keep[..., None]
-        S = S + y.mT @ v
-        out = x @ S
-        if z is not None:
-            z = z + y[..., 0, :]
-            total = x @ z[..., None]
-            some = total.abs() >= LEAST[wide]
-            out = torch.where(some, out / torch.where(some, total, 1), 0)
-        elif lift is not None:
-            out = out * lift.exp()
+        out, S, z, scale = linear_step(
+            q, k, v, state.S, state.z, state.log_scale, state.length, feature=name, log_decay=decay
+        )
         return out.to(dtype), Running(S, z, scale, state.length + 1)
 
     def cost(self, dims: Dims) -> Cost:

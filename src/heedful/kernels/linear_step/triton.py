@@ -1,0 +1,151 @@
+"""One token of linear attention in Triton: all heads of a layer in one launch.
+
+A program takes one head and a part of the columns of S, and walks its rows: it reads S once, writes it once, and keeps
+the output in registers. That moves 8 r (e + 1) bytes a head, which is the floor. The formulas are reference.py's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heedful.kernels.chunked_linear.reference import LEAST
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.linear_step import reference
+
+INTERPRETED = triton.knobs.runtime.interpret
+TINY = tl.constexpr(LEAST[torch.float32])
+
+
+def objections(q, k, v, S, z, log_scale, length, *, feature="identity", log_decay=None) -> list[str]:
+    """Why the Triton kernel can't take these inputs, in sentences; an empty list if it can."""
+    said = reference.objections(q, k, v, S, z, log_scale, length, feature=feature, log_decay=log_decay)
+    if not (q.is_cuda or INTERPRETED):
+        said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
+    if S.dtype != torch.float32:
+        said.append(f"it keeps states in float32, got {S.dtype}: float32 inputs have float64 states.")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, S, z, log_decay)):
+        said.append("it has no gradient: decode under torch.no_grad().")
+    if 0 in (*S.shape, *q.shape):
+        said.append("there is nothing to launch for an empty tensor.")
+    return said
+
+
+def linear_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    z: Tensor | None,
+    log_scale: Tensor | None,
+    length: Tensor,
+    *,
+    feature: str = "identity",
+    log_decay: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The output of one token and the state after it; the same call as `reference.linear_step`."""
+    options = dict(feature=feature, log_decay=log_decay)
+    if said := objections(q, k, v, S, z, log_scale, length, **options):
+        raise ValueError(" ".join(said))
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
+    r, e = S.shape[-2:]
+    q, k, v = (x.expand(*batch, 1, x.shape[-1]).reshape(-1, x.shape[-1]) for x in (q, k, v))
+    S = S.expand(*batch, r, e).reshape(-1, r, e)
+    z = None if z is None else z.expand(*batch, r).reshape(-1, r)
+    if log_scale is not None:  # before the first token there is none
+        log_scale = log_scale.masked_fill(length == 0, -torch.inf).expand(batch).reshape(-1)
+    if log_decay is not None:
+        log_decay = log_decay.float().expand(batch).reshape(-1)
+    rows = len(S)
+    out = torch.empty(rows, e, dtype=q.dtype, device=q.device)
+    S_new = torch.empty(rows, r, e, dtype=S.dtype, device=S.device)
+    z_new, scale_new = (
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (z, log_scale)
+    )
+    R, E = (min(64, max(16, triton.next_power_of_2(x))) for x in (r, e))
+    with on_device(q):
+        _step[(rows, triton.cdiv(e, E))](
+            q, k, v, S, z, log_scale, log_decay, out, S_new, z_new, scale_new, r, e,
+            FEATURE=feature, NORMALISE=z is not None, DECAY=log_decay is not None, R=R, E=E, num_warps=4,
+        )  # fmt: skip
+    return (
+        out.reshape(*batch, 1, e),
+        S_new.reshape(*batch, r, e),
+        None if z_new is None else z_new.reshape(*batch, r),
+        None if scale_new is None else scale_new.reshape(batch),
+    )
+
+
+@triton.jit
+def _phi(x, FEATURE: tl.constexpr):
+    if FEATURE == "elu1":
+        return tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0)))
+    elif FEATURE == "relu":
+        return tl.maximum(x, 0.0)
+    else:
+        return x
+
+
+@triton.jit
+def _largest(x, r, R: tl.constexpr):
+    most = float("-inf")
+    for at in range(0, r, R):
+        c = at + tl.arange(0, R)
+        most = tl.maximum(most, tl.max(tl.load(x + c, mask=c < r, other=float("-inf")).to(tl.float32), 0))
+    return most
+
+
+@triton.jit
+def _step(
+    q, k, v, S, z, log_scale, log_decay, out, S_new, z_new, scale_new, r, e,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, DECAY: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += row * r
+    k += row * r
+    S += row * r * e
+    S_new += row * r * e
+    column = part * E + tl.arange(0, E)
+    u = tl.load(v + row * e + column, mask=column < e, other=0.0).to(tl.float32)
+    keep = 1.0
+    top = 0.0
+    scale = 0.0
+    if FEATURE == "exp":
+        before = tl.load(log_scale + row)
+        top = _largest(q, r, R)
+        scale = tl.maximum(before, _largest(k, r, R))
+        keep = tl.exp(before - scale)
+        if part == 0:
+            tl.store(scale_new + row, scale)
+    if DECAY:
+        keep = keep * tl.exp(tl.load(log_decay + row))
+    num = tl.zeros([E], tl.float32)
+    den = 0.0
+    for at in range(0, r, R):
+        c = at + tl.arange(0, R)
+        real = c < r
+        x = tl.load(q + c, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(k + c, mask=real, other=0.0).to(tl.float32)
+        if FEATURE == "exp":
+            x, y = tl.exp(x - top), tl.exp(y - scale)
+        else:
+            x, y = _phi(x, FEATURE), _phi(y, FEATURE)
+        x, y = tl.where(real, x, 0.0), tl.where(real, y, 0.0)
+        where = c[:, None] * e + column[None, :]
+        mask = real[:, None] & (column < e)[None, :]
+        state = tl.load(S + where, mask=mask, other=0.0) * keep + y[:, None] * u[None, :]
+        tl.store(S_new + where, state, mask=mask)
+        num += tl.sum(state * x[:, None], 0)
+        if NORMALISE:
+            sums = tl.load(z + row * r + c, mask=real, other=0.0) * keep + y
+            den += tl.sum(sums * x, 0)
+            if part == 0:
+                tl.store(z_new + row * r + c, sums, mask=real)
+    if NORMALISE:
+        some = tl.abs(den) >= TINY
+        num = tl.where(some, num / tl.where(some, den, 1.0), 0.0)
+    elif FEATURE == "exp":
+        num = num * tl.exp(top + scale)
+    tl.store(out + row * e + column, num, mask=column < e)

@@ -1,0 +1,84 @@
+"""One token of linear attention, in torch and in Triton (interpreted on the CPU)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+from heedful.kernels.linear_step import reference  # noqa: E402
+
+pytest.importorskip("triton", reason="triton is not installed")
+from heedful.kernels.linear_step import triton as form  # noqa: E402
+
+FEATURES = ["identity", "elu1", "relu", "exp"]
+
+
+def inputs(feature, normalise, r=20, e=12, batch=(2, 3)):
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(*batch, 1, r, generator=g).to(DEVICE) for _ in range(2))
+    v = torch.randn(*batch, 1, e, generator=g).to(DEVICE)
+    S = torch.randn(*batch, r, e, generator=g).to(DEVICE)
+    z = torch.rand(*batch, r, generator=g).to(DEVICE) if normalise else None
+    scale = torch.randn(batch, generator=g).to(DEVICE) if feature == "exp" else None
+    return q, k, v, S, z, scale, torch.tensor(5, device=DEVICE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("decay", [False, True])
+def test_both_forms_give_the_same_step(feature, normalise, decay):
+    given = inputs(feature, normalise, r=100, e=70)
+    options = dict(feature=feature, log_decay=-torch.rand(3, device=DEVICE) if decay else None)
+    wanted, got = reference.linear_step(*given, **options), form.linear_step(*given, **options)
+    for want, have in zip(wanted, got, strict=True):
+        if want is None:
+            assert have is None
+        else:
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [reference, form], ids=["torch", "triton"])
+def test_exp_features_of_any_size_stay_finite(form):
+    q, k, v, S, z, scale, length = inputs("exp", True)
+    out, S, z, scale = form.linear_step(q * 1e4, k * 1e4, v, S, z, scale, length, feature="exp")
+    assert all(x.isfinite().all() for x in (out, S, z, scale))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [reference, form], ids=["torch", "triton"])
+def test_an_empty_state_has_no_scale_yet(form):
+    q, k, v, S, z, scale, _ = inputs("exp", True)
+    none = torch.tensor(0, device=DEVICE)
+    out, _, _, after = form.linear_step(
+        q, k - 50, v, S.zero_(), z.zero_(), torch.zeros_like(scale), none, feature="exp"
+    )
+    torch.testing.assert_close(after, (k - 50).amax((-2, -1)))
+    torch.testing.assert_close(out, v)  # one token attends to itself
+
+
+@torch.no_grad()
+def test_every_element_is_written(monkeypatch):
+    def poisoned(*shape, **options):
+        shape = shape[0] if isinstance(shape[0], tuple | torch.Size) else shape
+        return torch.full(shape, torch.nan, **options)
+
+    given = inputs("exp", True, r=33, e=65)
+    monkeypatch.setattr(form.torch, "empty", poisoned)
+    for x in form.linear_step(*given, feature="exp"):
+        assert x.isfinite().all()
+
+
+def test_it_says_what_it_cannot_take():
+    q, k, v, S, z, scale, length = inputs("elu1", True)
+    assert "float64" in form.objections(q, k, v, S.double(), z, None, length, feature="elu1")[0]
+    assert "no_grad" in form.objections(q.requires_grad_(), k, v, S, z, None, length, feature="elu1")[0]
+    with pytest.raises(ValueError, match="log_scale"):
+        reference.linear_step(q, k, v, S, z, scale, length, feature="exp")
