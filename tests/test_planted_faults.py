@@ -101,6 +101,11 @@ class DetachesItsParameter(h.Softmax):
 # Time.
 
 
+class ClaimsToReadNothing(Dense):
+    def reads_qk(self, heads):
+        return (False,) * heads
+
+
 class ForgetsTooEarly(h.Softmax):
     """A window's cache that is one key short."""
 
@@ -399,6 +404,7 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     WrongAdjoint: {"operator_is_the_matrix"},
     DetachesKeys: {"gradients_are_those_of_the_matrix"},
     DetachesItsParameter: {"gradients_are_those_of_the_matrix"},
+    ClaimsToReadNothing: {"unread_queries_and_keys_have_no_say"},
     ForgetsTooEarly: {"steps_replay_forward", "prefill_then_steps_is_the_whole", "state_is_what_cost_says"},
     PrefillLosesAKey: {"prefill_then_steps_is_the_whole", "state_is_what_cost_says"},
     PrefillKeepsPadding: {"padded_prefill_then_steps_is_each_sequence"},

@@ -105,6 +105,13 @@ class Mechanism(nn.Module, ABC):
     def cost(self, dims: Dims) -> Cost:
         """What `forward` takes at these sizes."""
 
+    def reads_qk(self, heads: int) -> tuple[bool, ...]:
+        """For each of `heads` heads, whether A depends on q and k beyond their shapes; a layer gives no others weights.
+
+        Override where it does not: every False is a promise.
+        """
+        return (True,) * heads
+
     def products(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

@@ -131,6 +131,9 @@ class FixedPattern(Mechanism):
         weights = (weights / total.masked_fill(total == 0, 1)).to(q.dtype)
         return weights.expand(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
 
+    def reads_qk(self, heads):
+        return (False,) * heads
+
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]

@@ -5,8 +5,9 @@
     recurrence  that of every part, where all have one; the state is the tuple of theirs
     cost        the sum of the parts', each for its share of the heads
 
-The heads are the last batch axis. Raganato et al. (2020, arXiv:2002.10260) give seven heads of an encoder fixed
-patterns and leave one to learn: Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
+The heads are the last batch axis or, where queries are grouped, the last two. Raganato et al. (2020, arXiv:2002.10260)
+give seven heads of an encoder fixed patterns and leave one to learn:
+Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import or_
 
 import torch
@@ -40,22 +41,31 @@ class Mixture(Mechanism):
 
     mechanisms   one for each head, in the order of the heads, or one for each group of heads
     groups       how many neighbouring heads each mechanism serves; one each by default
+    kv_heads     for grouped queries, as from `group_heads`: q (*b, kv_heads, heads / kv_heads, n, d) and k, v
+                 (*b, kv_heads, 1, m, ·). The mechanisms go by query head, and k, v are not copied
 
     Heads share keys and values where k and v have a head axis of 1. Equal neighbours become one part: `parts` holds one
     mechanism for each run of heads and `groups` the lengths of the runs. Mechanisms with parameters or buffers are only
-    equal to themselves, so that what one head learns stays its own.
+    equal to themselves, so that what one head learns stays its own. With kv_heads, a run of heads is one call for
+    each rectangle that it covers on the two head axes; a mechanism with parameters for each head serves one group only.
     """
 
-    def __new__(cls, mechanisms: Sequence[Mechanism] = (), groups: Sequence[int] | None = None):
+    def __new__(
+        cls, mechanisms: Sequence[Mechanism] = (), groups: Sequence[int] | None = None, *, kv_heads: int | None = None
+    ):
         return super().__new__(StreamingMixture if cls is Mixture and all_recurrent(mechanisms) else cls)
 
-    def __init__(self, mechanisms: Sequence[Mechanism], groups: Sequence[int] | None = None):
+    def __init__(
+        self, mechanisms: Sequence[Mechanism], groups: Sequence[int] | None = None, *, kv_heads: int | None = None
+    ):
         check_parts(mechanisms)
         sizes = [1] * len(mechanisms) if groups is None else list(groups)
         if len(sizes) != len(mechanisms) or any(not isinstance(size, int) or size < 1 for size in sizes):
             raise ValueError(
                 f"groups: {groups!r}, expected {len(mechanisms)} integers ≥ 1, the number of heads of each mechanism."
             )
+        if kv_heads is not None and (not isinstance(kv_heads, int) or kv_heads < 1 or sum(sizes) % kv_heads):
+            raise ValueError(f"kv_heads: {kv_heads!r}, expected a divisor of the {sum(sizes)} heads of this mixture.")
         parts: list[Mechanism] = []
         runs: list[int] = []
         for mechanism, size in zip(mechanisms, sizes, strict=True):
@@ -67,6 +77,7 @@ class Mixture(Mechanism):
         super().__init__(union(parts))
         self.parts = nn.ModuleList(parts)
         self.groups = tuple(runs)
+        self.kv_heads = kv_heads
 
     @property
     def heads(self) -> int:
@@ -75,24 +86,24 @@ class Mixture(Mechanism):
 
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
+        alone = segments is not None or self.kv_heads is not None
+        pieces = zip(self._runs(), self._split(segments, q, k, v), strict=True)
         outs: list[Tensor] = []
-        stop = 0
-        for fixed, run in groupby(self._sized(), lambda own: segments is None and _is_fixed(own[0])):
-            parts = list(run)
-            together = fixed and len(parts) > 1
-            for some in [parts] if together else ([own] for own in parts):
-                start, stop = stop, stop + sum(size for _, size in some)
-                qkv = [_take_heads(x, slice(start, stop), 2) for x in (q, k, v)]
-                if together:
-                    patterns = [part for part, size in some for _ in range(size) if isinstance(part, FixedPattern)]
-                    outs.append(heads_together(patterns, *qkv))
-                else:
-                    outs.append(some[0][0](*qkv, segments=_take_ids(segments, slice(start, stop))))
-        return _join(outs)
+        for fixed, run in groupby(pieces, lambda piece: not alone and _is_fixed(piece[1][0])):
+            some = list(run)
+            if fixed and len(some) > 1:  # fixed heads side by side, whatever their kinds
+                heads = slice(some[0][0][0], sum(some[-1][0]))
+                patterns = [
+                    part for (_, size), (part, *_) in some for _ in range(size) if isinstance(part, FixedPattern)
+                ]
+                outs.append(heads_together(patterns, *(_take(x, -3, heads) for x in (q, k, v))))
+            else:
+                outs += [part(*qkv, segments=ids) for _, (part, qkv, ids) in some]
+        return self._join(outs)
 
     def matrix(self, q, k, *, segments=None):
         self._check(q, k, segments=segments)
-        return _join([part.matrix(*qk, segments=ids) for part, qk, ids in self._split(segments, q, k)])
+        return self._join([part.matrix(*qk, segments=ids) for part, qk, ids in self._split(segments, q, k)])
 
     def products(self, q, k, *, segments=None):
         self._check(q, k, segments=segments)
@@ -101,7 +112,7 @@ class Mixture(Mechanism):
         ]
 
         def adjoint(y):
-            return _join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
+            return self._join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 
@@ -118,26 +129,41 @@ class Mixture(Mechanism):
             state=share(sum(states)) if isinstance(self, RecurrentMechanism) else None,
         )
 
+    def reads_qk(self, heads):
+        if heads % self.heads:
+            raise ValueError(
+                f"heads: {heads}, expected {self.heads}, or a multiple where the mixture names the heads of one group: "
+                f"this mixture has {' + '.join(map(str, self.groups))} heads."
+            )
+        return tuple(reads for part, size in self._sized() for reads in part.reads_qk(size)) * (heads // self.heads)
+
     def explain(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
         lines = []
-        split = self._split(segments, q, k, v)
-        for stop, size, (part, qkv, ids) in zip(accumulate(self.groups), self.groups, split, strict=True):
-            name = f"head {stop - 1}" if size == 1 else f"heads {stop - size} to {stop - 1}"
+        for (first, size), (part, qkv, ids) in zip(self._runs(), self._split(segments, q, k, v), strict=True):
+            name = f"head {first}" if size == 1 else f"heads {first} to {first + size - 1}"
             lines += [f"{name}: {line}" for line in part.explain(*qkv, segments=ids).splitlines()]
         return "\n".join(lines)
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
-        if batch[-1:] != (self.heads,):
-            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))
+        if self.kv_heads is not None:
+            wanted = self.kv_heads, self.heads // self.kv_heads
+            if batch[-2:] != wanted:
+                raise ValueError(
+                    f"q: head axes {tuple(batch[-2:])} in {shapes}, expected {wanted}: this mixture has {self.heads} "
+                    f"heads and kv_heads = {self.kv_heads}. Likely cause: heads that were not grouped; see "
+                    "heedful.group_heads(q, k, v)."
+                )
+        elif batch[-1:] != (self.heads,):
             given = f"{batch[-1]} heads" if batch else "no head axis"
             raise ValueError(
                 f"q: {given} in {shapes}, expected {self.heads} on the last batch axis, (*batch, {self.heads}, tokens, "
                 f"width): this mixture has {' + '.join(map(str, self.groups))} heads. Likely cause: a mixture for "
                 "another number of heads, heads that were not split, or grouped queries (B, groups, per group, n, d), "
-                "for which the mixture must name the heads of one group."
+                "for which the mixture names all heads and kv_heads=groups, or the heads of one group alone."
             )
 
     def _sized(self) -> Iterator[tuple[Mechanism, int]]:
@@ -145,18 +171,46 @@ class Mixture(Mechanism):
             assert isinstance(part, Mechanism)
             yield part, size
 
+    def _pieces(self) -> Iterator[tuple[Mechanism, slice, slice]]:
+        """Each part with its heads, as rows and columns of the head axes (kv_heads, per group); one row without."""
+        width, start = self.heads // (self.kv_heads or 1), 0
+        for part, size in self._sized():
+            for rows, columns in _rectangles(start, start + size, width):
+                yield part, rows, columns
+            start += size
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """The first head of each piece, and how many there are."""
+        width = self.heads // (self.kv_heads or 1)
+        for _, rows, columns in self._pieces():
+            yield rows.start * width + columns.start, (rows.stop - rows.start) * (columns.stop - columns.start)
+
     def _split(
         self, segments: Segments | None, *tensors: Tensor
     ) -> Iterator[tuple[Mechanism, list[Tensor], Segments | None]]:
         """Each part with its heads of the tensors and of the segments; an axis of 1 serves all."""
-        start = 0
-        for part, size in self._sized():
-            heads = slice(start, start + size)
-            yield part, [_take_heads(x, heads, 2) for x in tensors], _take_ids(segments, heads)
-            start += size
+        for part, rows, columns in self._pieces():
+
+            def take(x: Tensor, tail: int, rows: slice = rows, columns: slice = columns) -> Tensor:
+                x = _take(x, -tail - 1, columns)
+                return x if self.kv_heads is None else _take(x, -tail - 2, rows)
+
+            if isinstance(segments, tuple):
+                ids: Segments | None = (take(segments[0], 1), take(segments[1], 1))
+            else:
+                ids = None if segments is None else take(segments, 1)
+            yield part, [take(x, 2) for x in tensors], ids
+
+    def _join(self, outs: list[Tensor]) -> Tensor:
+        """The heads of all pieces again."""
+        if self.kv_heads is None or len(outs) == 1:
+            return outs[0] if len(outs) == 1 else torch.cat(outs, -3)
+        heads = torch.cat([out.flatten(-4, -3) for out in outs], -3)
+        return heads.unflatten(-3, (self.kv_heads, self.heads // self.kv_heads))
 
     def extra_repr(self) -> str:
-        return f"heads {' + '.join(map(str, self.groups))}"
+        grouped = "" if self.kv_heads is None else f", kv_heads={self.kv_heads}"
+        return f"heads {' + '.join(map(str, self.groups))}{grouped}"
 
 
 class StreamingMixture(Mixture, RecurrentMechanism):
@@ -169,13 +223,13 @@ class StreamingMixture(Mixture, RecurrentMechanism):
     def prefill(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
         results = [part.prefill(*qkv, segments=ids) for part, qkv, ids in self._split_streams(segments, q, k, v)]
-        return _join([out for out, _ in results]), tuple(state for _, state in results)
+        return self._join([out for out, _ in results]), tuple(state for _, state in results)
 
     def step(self, state: tuple[State, ...], q, k, v):
         self._check(q, k, v)
         streams = self._split_streams(None, q, k, v)
         results = [part.step(own, *qkv) for own, (part, qkv, _) in zip(state, streams, strict=True)]
-        return _join([out for out, _ in results]), tuple(after for _, after in results)
+        return self._join([out for out, _ in results]), tuple(after for _, after in results)
 
     def _split_streams(
         self, segments: Segments | None, *tensors: Tensor
@@ -241,18 +295,24 @@ def _same_options(one: nn.Module, other: nn.Module) -> bool:
         return False
 
 
-def _take_heads(x: Tensor, heads: slice, tail: int) -> Tensor:
-    """The heads of x, which stand before its last `tail` axes; an axis of 1, or none, serves all."""
-    if x.ndim <= tail or x.shape[-tail - 1] == 1:
+def _take(x: Tensor, axis: int, part: slice) -> Tensor:
+    """A part of an axis of x; one of 1, or none, serves all."""
+    if x.ndim < -axis or x.shape[axis] == 1:
         return x
-    return x.narrow(-tail - 1, heads.start, heads.stop - heads.start)
+    return x.narrow(axis, part.start, part.stop - part.start)
 
 
-def _take_ids(segments: Segments | None, heads: slice) -> Segments | None:
-    if isinstance(segments, tuple):
-        return _take_heads(segments[0], heads, 1), _take_heads(segments[1], heads, 1)
-    return None if segments is None else _take_heads(segments, heads, 1)
+def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """The cells start … stop - 1 of a table of that width, counted row by row, as rectangles.
 
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
+    >>> [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in _rectangles(2, 11, 3)]
+    [(0, 1, 2, 3), (1, 3, 0, 3), (3, 4, 0, 2)]
+    """
+    while start < stop:
+        row, column = divmod(start, width)
+        if column == 0 and stop - start >= width:
+            rows, columns = slice(row, row + (stop - start) // width), slice(0, width)
+        else:
+            rows, columns = slice(row, row + 1), slice(column, min(width, column + stop - start))
+        yield rows, columns
+        start += (rows.stop - rows.start) * (columns.stop - columns.start)

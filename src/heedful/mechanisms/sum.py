@@ -110,6 +110,9 @@ class Sum(Mechanism):
         parts = [part.matrix(q, k, segments=segments) for part in self._parts()]
         return torch.stack([g * A for g, A in zip(self._factors(parts[0]), parts, strict=True)]).sum(0)
 
+    def reads_qk(self, heads):
+        return tuple(map(any, zip(*(part.reads_qk(heads) for part in self._parts()), strict=True)))
+
     def products(self, q, k, *, segments=None):
         self._check(q, k, segments=segments)
         adjoints: list[Callable[[Tensor], Tensor]] = [

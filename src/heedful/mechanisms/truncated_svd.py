@@ -62,6 +62,9 @@ class TruncatedSVD(Mechanism):
         with as_given(q):
             return _times(self._nearest(q, k), v)
 
+    def reads_qk(self, heads):
+        return self.inner.reads_qk(heads)
+
     def products(self, q, k, *, segments=None):
         kept: list[Tensor] = []
         learns = any(x.requires_grad for x in (q, k, *self.inner.parameters()))

@@ -50,6 +50,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         algebra.outputs_add_up_with_the_values,
         algebra.operator_is_the_matrix,
         algebra.gradients_are_those_of_the_matrix,
+        algebra.unread_queries_and_keys_have_no_say,
         streaming.steps_replay_forward,
         streaming.prefill_then_steps_is_the_whole,
         streaming.padded_prefill_then_steps_is_each_sequence,

@@ -10,7 +10,7 @@ import torch
 from heedful.core import Mechanism
 from heedful.segments import Segments
 from heedful.shapes import Tensor
-from heedful.testing.case import Case, Oracle, assert_agrees, dense, oracle, oracles
+from heedful.testing.case import Case, DoesNotApply, Oracle, assert_agrees, assert_same, dense, oracle, oracles
 
 # One token, two, odd lengths around the usual tile sizes, fewer queries than keys (a cache), and one long sequence.
 SIZES = ((1, 1), (2, 2), (63, 63), (100, 100), (257, 257), (1, 100), (63, 100), (2, 257), (1, 1000), (1000, 1000))
@@ -121,6 +121,25 @@ def gradients_are_those_of_the_matrix(case: Case) -> None:
                 f"gradient in {name} at n = {n}, m = {m}{'' if segments is None else ', packed'}",
                 "a hand-written backward pass is wrong, or a tensor was detached",
             )
+
+
+def unread_queries_and_keys_have_no_say(case: Case) -> None:
+    """Heads of which `reads_qk` says False give the same bits with other queries and keys."""
+    mechanism = case.mechanism()
+    reads = mechanism.reads_qk(case.heads)
+    assert len(reads) == case.heads, f"reads_qk({case.heads}): {len(reads)} answers, expected one for each head."
+    unread = [head for head, read in enumerate(reads) if not read]
+    if not unread:
+        raise DoesNotApply(f"{type(mechanism).__name__} reads queries and keys in all heads")
+    q, k, v = case.draw(21, seed=7)
+    want = mechanism(q, k, v)[:, unread]
+    for what, other in (("other", case.draw(21, seed=8)[:2]), ("zero", (torch.zeros_like(q), torch.zeros_like(k)))):
+        assert_same(
+            mechanism(*other, v)[:, unread],
+            want,
+            f"forward with {what} q and k",
+            "reads_qk says False of a head that reads",
+        )
 
 
 def _dense_under(mechanism: Mechanism, segments: Segments | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
