@@ -29,6 +29,7 @@ bench: $(VENV)/.installed-dev  ## the figures of README and docs, measured on th
 	@$(BIN)/python benchmarks/adjoint.py
 	@$(BIN)/python benchmarks/streaming.py
 	@$(BIN)/python benchmarks/random_features.py
+	@$(BIN)/python benchmarks/projections.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,5 +14,10 @@ segments = h.segments.from_lengths(torch.tensor([50, 30]), 50)  # the second sen
 out = layer(x, segments=segments)
 out.sum().backward()
 
-used = layer.q_proj.weight.grad.unflatten(0, (8, 16)).abs().amax((1, 2)) > 0
-print(f"output {tuple(out.shape)}; heads whose queries learn: {used.nonzero().flatten().tolist()}")
+learned = [head for head, reads in enumerate(layer.query_heads) if reads]
+print(f"output {tuple(out.shape)}; heads with queries and keys: {learned}")
+print(f"weights of q_proj and k_proj: {2 * layer.q_proj.weight.numel()}; eight learned heads have {2 * 128**2}")
+
+# The same heads with queries and keys that are random, orthogonal and never trained: v_proj and out_proj learn.
+frozen = h.nn.Attention(128, heads=8, mechanism=heads, qk=h.nn.Orthogonal, seed=0)
+print(f"trained with frozen queries and keys: {[name for name, _ in frozen.named_parameters()]}")

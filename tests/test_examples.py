@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = {
-    "hybrid_layer.py": "heads whose queries learn: [7]",
+    "hybrid_layer.py": "heads with queries and keys: [7]",
     "packed_batch.py": "packed − alone",
     "streaming_decoder.py": "state after 200 tokens",
 }

@@ -2,6 +2,16 @@
 
 from heedful.nn.attention import Attention
 from heedful.nn.multihead import MultiheadAttention
+from heedful.nn.projections import FrozenProjection, Gaussian, Hadamard, LoRA, Orthogonal
 from heedful.nn.rope import Rope
 
-__all__ = ["Attention", "MultiheadAttention", "Rope"]
+__all__ = [
+    "Attention",
+    "FrozenProjection",
+    "Gaussian",
+    "Hadamard",
+    "LoRA",
+    "MultiheadAttention",
+    "Orthogonal",
+    "Rope",
+]

@@ -1,7 +1,8 @@
 """Multi-head attention: projections around any mechanism.
 
 q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions where there is a `rope`; c is x itself
-            or the context
+            or the context; heads that read no q and k (fixed patterns) have no columns in W_q, and none in W_k unless
+            another head of their group reads
 forward     [A(q, k) v for each head, joined] W_o
 streaming   the mechanism's own recurrence, with the position of each row's next token beside it
 """
@@ -10,16 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from heedful.core import Mechanism, RecurrentMechanism, State, group_heads
 from heedful.mechanisms import Softmax
+from heedful.nn.projections import seeds
 from heedful.nn.rope import Rope
 from heedful.segments import Segments, in_last, resolve
 from heedful.shapes import Float, Int, Tensor
+
+
+@runtime_checkable
+class HeadProjection(Protocol):
+    """Builds a projection into heads; `Orthogonal`, `Hadamard` and `Gaussian` do, and a `partial` of them."""
+
+    def __call__(
+        self, in_features: int, heads: int, head_dim: int, *, seed: int, device: Any, dtype: torch.dtype | None
+    ) -> nn.Module: ...
 
 
 class AttentionState(NamedTuple):
@@ -51,8 +63,20 @@ class Attention(nn.Module):
     bias          biases in the projections
     rope          a Rope(head_dim) that turns q and k
     projection    builds each projection from (width in, width out); by default a learned nn.Linear
+    qk            builds q_proj and k_proj, in place of `projection`, without biases. Frozen orthogonal ones:
 
-    The projections q_proj, k_proj, v_proj, out_proj are plain submodules: assign another to replace one.
+                  >>> frozen = h.nn.Attention(64, heads=8, qk=h.nn.Orthogonal)
+                  >>> [name for name, _ in frozen.named_parameters()]
+                  ['v_proj.weight', 'out_proj.weight']
+
+    seed          of what qk draws, one for queries and another for keys follow from it; by default from torch's
+                  generator, like learned weights, so that layers differ
+
+    The projections q_proj, k_proj, v_proj, out_proj are plain submodules: assign another to replace one, as in
+    layer.q_proj = h.nn.LoRA(layer.q_proj, rank=4).
+
+    Heads whose mechanism reads no queries and keys have none: q_proj and k_proj are narrower then, or None. Which heads
+    have them is fixed when the layer is built: `query_heads` and `key_heads`.
     """
 
     def __init__(
@@ -68,6 +92,8 @@ class Attention(nn.Module):
         bias: bool = False,
         rope: Rope | None = None,
         projection: Callable[[int, int], nn.Module] | None = None,
+        qk: HeadProjection | None = None,
+        seed: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -89,13 +115,28 @@ class Attention(nn.Module):
         self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.context_dim = embed_dim if context_dim is None else context_dim
-        make = projection or partial(nn.Linear, bias=bias, device=device, dtype=dtype)
-        self.q_proj = make(embed_dim, heads * head_dim)
-        self.k_proj = make(self.context_dim, kv_heads * head_dim)
-        self.v_proj = make(self.context_dim, kv_heads * value_dim)
-        self.out_proj = make(heads * value_dim, embed_dim)
         self.mechanism = Softmax() if mechanism is None else mechanism
         self.rope = rope
+        self.query_heads = self.mechanism.reads_qk(heads)
+        self.key_heads = tuple(
+            any(self.query_heads[first : first + heads // kv_heads]) for first in range(0, heads, heads // kv_heads)
+        )
+        if seed is not None and qk is None:
+            raise ValueError(f"seed: {seed} without qk, expected both: it is the seed of what qk draws.")
+        make = projection or partial(nn.Linear, bias=bias, device=device, dtype=dtype)
+        drawn = (
+            [None, None] if qk is None else [partial(qk, seed=s, device=device, dtype=dtype) for s in seeds(seed, 2)]
+        )
+
+        def into_heads(width: int, count: int, build: Callable[[int, int, int], nn.Module] | None) -> nn.Module | None:
+            if not count:
+                return None
+            return make(width, count * head_dim) if build is None else build(width, count, head_dim)
+
+        self.q_proj = into_heads(embed_dim, sum(self.query_heads), drawn[0])
+        self.k_proj = into_heads(self.context_dim, sum(self.key_heads), drawn[1])
+        self.v_proj = make(self.context_dim, kv_heads * value_dim)
+        self.out_proj = make(heads * value_dim, embed_dim)
 
     def forward(
         self,
@@ -143,16 +184,31 @@ class Attention(nn.Module):
 
     def _project(self, x, context, query_positions, key_positions):
         """q, k, v by heads, turned to their positions, grouped."""
-        q = self._split(self.q_proj(x), self.heads)
-        k = self._split(self.k_proj(context), self.kv_heads)
-        v = self._split(self.v_proj(context), self.kv_heads)
-        if self.rope is not None:
-            q, k = self.rope(q, query_positions[..., None, :]), self.rope(k, key_positions[..., None, :])
+        self._check_readers()
+        v = self._split("v_proj", self.v_proj(context), self.kv_heads, self.value_dim)
+        q = self._read("q_proj", self.q_proj, x, self.query_heads, query_positions, v)
+        k = self._read("k_proj", self.k_proj, context, self.key_heads, key_positions, v)
         return (q, k, v) if self.kv_heads == self.heads else group_heads(q, k, v)
 
+    def _read(
+        self, name: str, projection: nn.Module | None, x: Tensor, reads: tuple[bool, ...], positions: Tensor, v: Tensor
+    ) -> Tensor:
+        """q or k by heads, turned to their positions, with zeros for the heads that read none."""
+        if projection is None:
+            return v.new_zeros(()).expand(*x.shape[:-2], len(reads), x.shape[-2], self.head_dim)
+        own = self._split(name, projection(x), sum(reads), self.head_dim)
+        if self.rope is not None:
+            own = self.rope(own, positions[..., None, :])
+        return own if all(reads) else _spread(own, reads)
+
     @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(-3, -2)
+    def _split(name: str, x: Tensor, heads: int, width: int) -> Tensor:
+        if x.shape[-1] != heads * width:
+            raise ValueError(
+                f"{name}: gives {x.shape[-1]} numbers a token, expected {heads} heads · {width} = {heads * width}. "
+                "Likely cause: it was replaced by a projection for other heads."
+            )
+        return x.unflatten(-1, (heads, width)).transpose(-3, -2)
 
     def _join(self, out: Tensor) -> Tensor:
         out = out if self.kv_heads == self.heads else out.flatten(-4, -3)
@@ -164,6 +220,17 @@ class Attention(nn.Module):
         if isinstance(segments, tuple):
             return segments[0][..., *axes, :], segments[1][..., *axes, :]
         return None if segments is None else segments[..., *axes, :]
+
+    def _check_readers(self) -> None:
+        """Raise where the mechanism, assigned anew, reads a head that has no queries."""
+        reads = self.mechanism.reads_qk(self.heads)
+        missing = [head for head, (wants, has) in enumerate(zip(reads, self.query_heads, strict=True)) if wants > has]
+        if missing:
+            raise TypeError(
+                f"mechanism: {type(self.mechanism).__name__} reads queries and keys of heads {missing}, expected one "
+                "that reads those of the layer's `query_heads` alone: it was built without weights for the others. "
+                "Likely cause: a mechanism assigned after fixed patterns; build the layer with it instead."
+            )
 
     def _recurrent(self) -> RecurrentMechanism:
         if not isinstance(self.mechanism, RecurrentMechanism):
@@ -205,6 +272,19 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         return f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+
+
+def _spread(x: Float[Tensor, "*b r n d"], reads: tuple[bool, ...]) -> Float[Tensor, "*b h n d"]:
+    """The heads of x at their places among all heads, zeros at the others."""
+    parts, start = [], 0
+    for some, run in groupby(reads):
+        size = len(list(run))
+        if some:
+            parts.append(x.narrow(-3, start, size))
+            start += size
+        else:
+            parts.append(x.new_zeros(()).expand(*x.shape[:-3], size, *x.shape[-2:]))
+    return torch.cat(parts, -3)
 
 
 def _check_tokens(name: str, x: Tensor, width: int) -> None:

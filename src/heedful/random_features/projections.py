@@ -82,9 +82,7 @@ class Orthogonal(Gaussian):
     def redraw(self, generator=None):
         m, d = self.features, self.d
         blocks = -(-m // d)
-        Q, R = torch.linalg.qr(self.normal(blocks, d, d, generator=generator))
-        # A Householder QR fixes the signs of R; only with a positive diagonal is Q uniform on the orthogonal group.
-        Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+        Q = orthonormal_columns(self.normal(blocks, d, d, generator=generator))
         norms = self.normal(m, d, generator=generator).norm(dim=-1, keepdim=True)
         self.omega.copy_(Q.mT.flatten(-3, -2)[..., :m, :] * norms)
 
@@ -120,6 +118,13 @@ class Hadamard(Projection):
         draws = [self.normal(*self.signs.shape[-2:], generator=generator) for _ in range(3)]
         self.signs.copy_(torch.where(torch.stack(draws) < 0, -1.0, 1.0))
         self.norms.copy_(self.normal(self.features, self.width, generator=generator).norm(dim=-1))
+
+
+def orthonormal_columns(gaussian: Float[Tensor, "*b d r"]) -> Float[Tensor, "*b d r"]:
+    """Orthonormal columns, uniform (Haar) where the entries given are independent N(0, 1); r ≤ d."""
+    Q, R = torch.linalg.qr(gaussian)
+    # A Householder QR fixes the signs of R; only with a positive diagonal is Q uniform on the orthogonal group.
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
 
 RADIX = 64
