@@ -122,6 +122,7 @@ def test_the_seed_decides_and_nothing_else(kind):
 
 
 @EVERY_KIND
+@pytest.mark.usefixtures("annotations_enforced")
 def test_forward_is_the_dense_matrix_and_so_is_its_gradient(kind):
     heads = 5 if kind is KINDS["orthogonal, global"] else 7  # 7 · 4 > 20, where Hadamard takes a second map
     project = kind(20, heads, 4, seed=0, dtype=torch.float64)
@@ -233,6 +234,7 @@ def test_lora_trains_while_its_frozen_base_stays():
     assert all(torch.equal(buffer, before[name]) for name, buffer in adapted.base.named_buffers())
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_lora_takes_any_module_whose_widths_it_is_told():
     base = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     adapted = LoRA(base, rank=2, in_features=6, out_features=4)
@@ -246,6 +248,7 @@ def test_lora_takes_any_module_whose_widths_it_is_told():
 
 @EVERY_KIND
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.usefixtures("annotations_enforced")
 def test_a_layer_with_frozen_queries_and_keys_trains_the_rest_and_streams(kind, kv_heads):
     layer = Attention(24, 4, qk=kind, seed=0, kv_heads=kv_heads, rope=Rope(6), dtype=torch.float64)
     assert {name for name, _ in layer.named_parameters()} == {"v_proj.weight", "out_proj.weight"}
@@ -328,7 +331,7 @@ def test_seven_fixed_heads_and_a_learned_one_save_seven_eighths_of_queries_and_k
     mixture = h.Mixture([*map(h.FixedPattern, FIXED), h.Softmax(h.Full())])
     layer, full = Attention(64, 8, mixture).double(), Attention(64, 8).double()
     assert trained(layer.q_proj) + trained(layer.k_proj) == (trained(full.q_proj) + trained(full.k_proj)) // 8
-    assert layer.query_heads == (False,) * 7 + (True,)
+    assert layer.query_heads == (False,) * 7 + (True,) and "queries of heads [7]" in repr(layer)
     full.mechanism = mixture  # all heads have queries and keys, and seven of them no use for them
     with torch.no_grad():
         full.v_proj.weight.copy_(layer.v_proj.weight)
@@ -339,6 +342,7 @@ def test_seven_fixed_heads_and_a_learned_one_save_seven_eighths_of_queries_and_k
     assert same(layer(x), full(x)) and same(layer(x, segments=ids), full(x, segments=ids))
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_heads_with_queries_may_lie_anywhere():
     heads = [h.Softmax(), h.FixedPattern("left"), h.Linear(), h.FixedPattern("current")]
     layer = Attention(24, 4, h.Mixture(heads), rope=Rope(6), bias=True).double()
@@ -395,6 +399,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kv_heads", [1, 3, 9])
+@pytest.mark.usefixtures("annotations_enforced")
 def test_a_plan_by_query_head_runs_on_grouped_keys(plan, kv_heads):
     heads, x = plan(), tokens(2, 3, 10, 27)
     layer = Attention(27, 9, h.Mixture(heads, kv_heads=kv_heads if kv_heads < 9 else None), kv_heads=kv_heads).double()

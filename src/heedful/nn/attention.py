@@ -271,7 +271,11 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        return f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+        reading = [head for head, reads in enumerate(self.query_heads) if reads]
+        some = "" if all(self.query_heads) else f", queries of heads {reading}"
+        return (
+            f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}, value_dim={self.value_dim}{some}"
+        )
 
 
 def _spread(x: Float[Tensor, "*b r n d"], reads: tuple[bool, ...]) -> Float[Tensor, "*b h n d"]:
