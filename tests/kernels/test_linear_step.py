@@ -45,6 +45,18 @@ def test_both_forms_give_the_same_step(feature, normalise, decay):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("decay", [torch.tensor(-0.3), torch.tensor([-0.3])], ids=["no axis", "one axis"])
+def test_heads_may_share_their_inputs(decay):
+    q, k, v, S, z, _, length = inputs("elu1", True)
+    given = q, k[:1, :1], v[:, :1], S, z, None, length
+    options = dict(feature="elu1", log_decay=decay.to(DEVICE))
+    for want, have in zip(reference.linear_step(*given, **options), form.linear_step(*given, **options), strict=True):
+        assert (want is None) == (have is None)
+        if want is not None:
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("form", [reference, form], ids=["torch", "triton"])
 def test_exp_features_of_any_size_stay_finite(form):
     q, k, v, S, z, scale, length = inputs("exp", True)

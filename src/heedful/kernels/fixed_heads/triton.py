@@ -138,7 +138,11 @@ def _terms(x, kind, p, lo, n, m, column, stride, e, TRANSPOSED: tl.constexpr):
     return rows * tl.where(inside, weight, 0.0)[:, None]
 
 
-@triton.jit
+# Lengths are not compiled in: sequences of any length share one program.
+LENGTHS = ["n", "m", "span", "spans"]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def _sums(
     x, sums, codes, n, m, e, span, spans, H, stride_b, stride_h, stride_t,
     TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
@@ -159,7 +163,7 @@ def _sums(
         tl.store(sums + (row.to(tl.int64) * spans + here) * e + column, total, mask=column < e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _rows(
     x, sums, out, codes, n, m, e, span, spans, H, stride_b, stride_h, stride_t,
     TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,

@@ -51,13 +51,18 @@ def linear_step(
         raise ValueError(" ".join(said))
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
     r, e = S.shape[-2:]
-    q, k, v = (x.expand(*batch, 1, x.shape[-1]).reshape(-1, x.shape[-1]) for x in (q, k, v))
-    S = S.expand(*batch, r, e).reshape(-1, r, e)
-    z = None if z is None else z.expand(*batch, r).reshape(-1, r)
+
+    def rows_of(x: Tensor, tail: int) -> Tensor:
+        """One row for each head, in memory of its own where heads share one: a reshape may leave a stride of 0."""
+        shape = x.shape[x.ndim - tail :]
+        return x.expand(*batch, *shape).reshape(-1, *shape).contiguous()
+
+    q, k, v, S = (rows_of(x, 2) for x in (q, k, v, S))
+    z = None if z is None else rows_of(z, 1)
     if log_scale is not None:  # before the first token there is none
-        log_scale = log_scale.masked_fill(length == 0, -torch.inf).expand(batch).reshape(-1)
+        log_scale = rows_of(log_scale.masked_fill(length == 0, -torch.inf), 0)
     if log_decay is not None:
-        log_decay = log_decay.float().expand(batch).reshape(-1)
+        log_decay = rows_of(log_decay.float(), 0)
     rows = len(S)
     out = torch.empty(rows, e, dtype=q.dtype, device=q.device)
     S_new = torch.empty(rows, r, e, dtype=S.dtype, device=S.device)
