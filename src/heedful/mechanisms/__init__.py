@@ -31,6 +31,8 @@ from heedful.feature_maps import (
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
+from heedful.mechanisms.linformer_sparse import LinformerSparse
+from heedful.mechanisms.lowrank_sparse import LowRankSparse
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
@@ -48,6 +50,8 @@ __all__ = [
     "Entry",
     "FixedPattern",
     "Linear",
+    "LinformerSparse",
+    "LowRankSparse",
     "Mixture",
     "Paper",
     "Quadratic",
@@ -219,6 +223,32 @@ def _linformer(
     return Linformer(length, rank, projection=projection, shared=shared, heads=heads, seed=seed)
 
 
+def _lowrank_sparse(
+    d: int,
+    features: int = 256,
+    window: int = 128,
+    seed: int = 0,
+    kind: Literal["favor+", "favor++", "favor#"] = "favor+",
+    pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+) -> LowRankSparse:
+    maps = {"favor+": FavorPlus, "favor++": FavorPlusPlus, "favor#": FavorSharp}
+    if kind not in maps:
+        raise ValueError(f"kind: expected one of {', '.join(maps)}, got {kind!r}.")
+    return LowRankSparse(maps[kind](d, features, seed), window, pattern)
+
+
+def _linformer_sparse(
+    length: int,
+    rank: int = 256,
+    window: int = 128,
+    projection: Literal["learned", "pooled", "random"] = "learned",
+    shared: bool = True,
+    heads: int = 1,
+    seed: int = 0,
+) -> LinformerSparse:
+    return LinformerSparse(length, rank, window, projection=projection, shared=shared, heads=heads, seed=seed)
+
+
 def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedSVD:
     return TruncatedSVD(rank, inner)
 
@@ -273,6 +303,8 @@ ECKART = Paper("Eckart & Young", 1936, "Psychometrika 1(3)")
 GUPTA = Paper("Gupta et al.", 2021, "arXiv:2106.06899")
 WU = Paper("Wu et al.", 2022, "arXiv:2203.08913")
 KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
+CHEN = Paper("Chen et al.", 2021, "arXiv:2110.15343")
+ZHU = Paper("Zhu et al.", 2021, "arXiv:2107.02192")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
 # fmt: off
@@ -323,6 +355,10 @@ _ENTRIES = (
     Entry("nystrom", Nystrom, "low rank", "softmax through r landmarks", XIONG, "N·r", {"landmarks": 8}),
     Entry("truncated-svd", _truncated_svd, "low rank", "the nearest matrix of rank r: a baseline", ECKART, "N³",
           {"rank": 4}),
+    Entry("lowrank-sparse", _lowrank_sparse, "low rank + sparse", "the last w keys exact, the rest by random features",
+          CHEN, "N·(w+m)", {"features": 16, "window": 5}),
+    Entry("linformer-sparse", _linformer_sparse, "low rank + sparse", "the nearest keys exact, and r mixes of all", ZHU,
+          "N·(w+r)", {"rank": 8, "window": 4}),
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
     Entry("mixture", _mixture, "combinations", "each head its own: seven fixed, one learned", RAGANATO, "each head's"),

@@ -1,0 +1,339 @@
+"""Low rank plus sparse (Chen et al. 2021, Scatterbrain, arXiv:2110.15343): near keys exact, far keys by features.
+
+matrix      A_ij = w_ij / Σ_{l visible} w_il,   w_ij = exp(scale · q_i·k_j) where |i − j| < w,  φ(q_i)·φ(k_j) elsewhere
+fast        softmax over the window, with log Σ exp of each row (kernels/partial); linear attention of the queries
+            from w on to the keys up to m − w, which is the rest delayed by w, with the logarithm of its normaliser
+            (where queries look both ways, once more backwards in time); joined, o = Σ_p exp(lse_p − lse) o_p
+recurrence  k_t, v_t enter a queue of w; what leaves it enters S, z as in `Linear`; o_t joins the queue and S
+cost        2 · pairs · (d + e) + 2(n − w)(c(r + e + 1) + 2r(e + 1)) flops; state r(e + 1) + 1 + w(d + e)
+
+Scatterbrain writes the same matrix as a low-rank one with a sparse correction, w = φφᵀ + (exp(S) − φφᵀ) on the pattern.
+Here no key is ever in both parts, so nothing is added in order to be subtracted again. One normaliser for both only
+means something where φ(q)·φ(k) is near exp(scale · q·k): positive random features, or features that were trained to be.
+Everything is kept in logarithms until the parts are joined, and the features are shifted by the largest key so far, so
+nothing overflows and nothing looks ahead.
+"""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.feature_maps import LogFeatureMap
+from heedful.kernels.chunked_linear import chunked_linear
+from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, exp_shifts, runs
+from heedful.kernels.dispatch import as_given
+from heedful.kernels.partial import join, partial_softmax
+from heedful.mechanisms.featured import _log_products, _state_dtype
+from heedful.patterns import Causal, Full, Pattern, Window
+from heedful.random_features.maps import RandomFeatures
+from heedful.segments import in_last, per_segment, positions, resolve, take_tokens, visible
+from heedful.shapes import Bool, Float, Int, Tensor
+
+Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
+"""The output of a part, and the logarithm of its normaliser."""
+
+
+class Queue(NamedTuple):
+    """The last w keys and values, and of those before them S = Σ φ(k) vᵀ and z = Σ φ(k), both times exp(log_scale).
+
+    Rows that have seen fewer tokens than others have empty places at the front of their queue.
+    """
+
+    S: Float[Tensor, "*b r e"]
+    z: Float[Tensor, "*b r"]
+    log_scale: Float[Tensor, "*b"]
+    k: Float[Tensor, "*#b l d"]
+    v: Float[Tensor, "*#b l e"]
+    length: Int[Tensor, "*s"]
+
+
+class LowRankSparse(RecurrentMechanism):
+    """Exact weights for the nearest keys, linear attention for all others, under one normaliser.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 1, 8, 1024, 16).unbind()
+    >>> attend = h.LowRankSparse(h.FavorPlus(16, features=64), window=128)
+    >>> attend(q, k, v).shape
+    torch.Size([1, 8, 1024, 16])
+    >>> exact = h.LowRankSparse(h.FavorPlus(16, features=64), window=1024)
+    >>> torch.allclose(exact(q, k, v), h.Softmax()(q, k, v), atol=1e-5)
+    True
+
+    feature_map   features of the far keys, given by their logarithms: FavorPlus, FavorPlusPlus, FavorSharp, or Hedgehog
+                  once it is trained
+    window        how many of the nearest keys are exact, a query's own among them; 0 leaves linear attention
+    pattern       Causal(), or Full() where queries look both ways, the window too
+    scale         of q·k; that of the random features, or d^-½
+    """
+
+    kernel = chunked_linear  # of the far part, which is most of the work
+
+    def __init__(
+        self,
+        feature_map: LogFeatureMap,
+        window: int = 128,
+        pattern: Pattern = Causal(),  # noqa: B008  (frozen)
+        scale: float | None = None,
+    ):
+        super().__init__(pattern)
+        if not isinstance(pattern, Full | Causal):
+            raise ValueError(f"pattern: {pattern!r}, expected Full() or Causal(); `window` says which keys are exact.")
+        if not isinstance(feature_map, LogFeatureMap):
+            raise TypeError(
+                f"feature_map: expected features given by their logarithms, such as FavorPlus(d, features), got "
+                f"{type(feature_map).__name__}. Others do not approximate exp(q·k), so a normaliser that they share "
+                "with exact weights would mix two scales; heedful.Sum joins two mechanisms that have one each."
+            )
+        if not isinstance(window, int) or window < 0:
+            raise ValueError(f"window: expected an integer ≥ 0, the number of exact keys, got {window!r}.")
+        own = feature_map.scale if isinstance(feature_map, RandomFeatures) else None
+        if scale is not None and own is not None and scale != own:
+            raise ValueError(f"scale: {scale}, but the features approximate exp({own:.4g} · q·k): expected the same.")
+        self.feature_map = feature_map
+        self.window = window
+        self.scale = own if scale is None else scale
+
+    def matrix(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        n, m = q.shape[-2], k.shape[-2]
+        layout = resolve(segments, n, m, q.device)
+        distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
+        with as_given(q):
+            exact = q @ k.mT * self._scale(q)
+            log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k))
+        log = torch.where(distance.abs() < self.window, exact.to(log.dtype), log)
+        log = log.masked_fill(~visible(self.pattern, n, m, segments, q.device), -inf)
+        if m:
+            total = log.logsumexp(-1, keepdim=True)
+            log = log - total.masked_fill(total == -inf, 0)
+        return log.exp().to(q.dtype)
+
+    def forward(self, q, k, v, *, segments=None):
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        if isinstance(segments, tuple):
+            return per_segment(self, q, k, v, segments)
+        with as_given(q):
+            return self._attend(q, k, v, segments)
+
+    def _attend(self, q, k, v, segments: Tensor | None) -> Tensor:
+        n, m = q.shape[-2], k.shape[-2]
+        if segments is not None:  # padding may hold anything
+            q = q.masked_fill(segments[..., m - n :, None] < 0, 0)
+            k, v = (x.masked_fill(segments[..., None] < 0, 0) for x in (k, v))
+        parts = [
+            (out[..., out.shape[-2] - n :, :], lse[..., lse.shape[-1] - n :])
+            for out, lse in self._far(q, k, v, segments)
+        ]
+        if self.window:
+            parts.append(partial_softmax(q, k, v, self._near(), segments, self._scale(q)))
+        return join(*parts).to(v.dtype)
+
+    def _far(self, q, k, v, segments: Tensor | None) -> list[Part]:
+        """The parts of the keys before the window and, where queries see them, after it; for all places in time.
+
+        Time ends with the last query and the last key. There may be more keys than queries, or more queries than keys.
+        """
+        length = max(q.shape[-2], k.shape[-2])
+        x = _at_end(self.feature_map.log_query(q), length, 0.0)
+        y = _at_end(self.feature_map.log_key(k), length, -inf)
+        v = _at_end(v, length, 0.0)
+        lag = _Lag(segments, length, self.window)
+        before = _prefix(lag.late(x), lag.early(y), lag.early(v), lag.runs)
+        parts = [lag.place_late(*before)]
+        if isinstance(self.pattern, Full):
+            lag = _Lag(segments, length, max(self.window, 1))  # a query's own key is in one part
+            x, y, v = (a.flip(-2) for a in (lag.early(x), lag.late(y), lag.late(v)))
+            out, lse = _prefix(x, y, v, None if lag.runs is None else lag.runs.flip(-1))
+            parts.append(lag.place_early(out.flip(-2), lse.flip(-1)))
+        return parts
+
+    def _near(self) -> Window:
+        reach = self.window - 1
+        return Window(reach, reach if isinstance(self.pattern, Full) else 0)
+
+    def _scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def init_state(self, q, k, v) -> Queue:
+        return self._empty(k[..., :0, :], v[..., :0, :], torch.zeros((), dtype=torch.long, device=q.device))
+
+    def _empty(self, k: Tensor, v: Tensor, length: Tensor) -> Queue:
+        """A state with a queue and nothing that has left it."""
+        batch = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
+        r, wide = self.feature_map.dim(k.shape[-1]), _state_dtype(k.dtype)
+        zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
+        scale = k.new_full(batch, -inf, dtype=wide)
+        return Queue(zeros[..., :-1], zeros[..., -1], scale, k, v, length)
+
+    def prefill(self, q, k, v, *, segments=None):
+        if isinstance(segments, tuple):
+            raise ValueError("segments: a pair, expected one tensor: tokens that follow are queries and keys alike.")
+        out = self(q, k, v, segments=segments)
+        m = k.shape[-2]
+        live = in_last(resolve(segments, q.shape[-2], m, q.device).key_ids)
+        if segments is not None:
+            k, v = (x.masked_fill(~live[..., None], 0) for x in (k, v))
+            order = live.int().argsort(dim=-1, stable=True)  # the tokens to go on with come last
+            k, v, live = take_tokens(k, order), take_tokens(v, order), live.gather(-1, order)
+        cut = max(m - self.window, 0)
+        state = self._empty(k[..., cut:, :], v[..., cut:, :], live.sum(-1))
+        with as_given(q):
+            return out, self._absorb(state, k[..., :cut, :], v[..., :cut, :], live[..., :cut])
+
+    def _absorb(self, state: Queue, k: Tensor, v: Tensor, real: Bool[Tensor, "*s l"]) -> Queue:
+        """The state with more tokens that have left the queue; places that are not real held none."""
+        if not k.shape[-2]:
+            return state
+        wide = state.S.dtype
+        y = self.feature_map.log_key(k.to(wide)).masked_fill(~real[..., None], -inf)
+        scale = torch.maximum(state.log_scale, y.amax((-2, -1)))
+        top = scale.masked_fill(scale == -inf, 0)
+        fall, y = (state.log_scale - top).exp()[..., None], (y - top[..., None, None]).exp()
+        S = state.S * fall[..., None] + y.mT @ v.to(wide)
+        return state._replace(S=S, z=state.z * fall + y.sum(-2), log_scale=scale)
+
+    def step(self, state: Queue, q, k, v):
+        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1])
+        with as_given(q):
+            return self._step(state, q, k, v)
+
+    def _step(self, state: Queue, q, k, v):
+        k = torch.cat([state.k, k.expand(*state.k.shape[:-2], *k.shape[-2:])], -2)
+        v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
+        length, size = state.length + 1, k.shape[-2]
+        real = torch.arange(size, device=q.device) >= size - length[..., None]
+        out = size - min(size, self.window)  # 1 where the queue is full: its first token leaves before the query looks
+        state = self._absorb(state, k[..., :out, :], v[..., :out, :], real[..., :out])
+        state = state._replace(k=k[..., out:, :], v=v[..., out:, :], length=length)
+        wide = state.S.dtype
+        x = self.feature_map.log_query(q.to(wide))
+        top = x.amax(-1)
+        x = (x - top[..., None]).exp()
+        parts = [_in_logs(x @ state.S, (x @ state.z[..., None])[..., 0], top + state.log_scale[..., None])]
+        if self.window:
+            scores = (q.to(wide) * self._scale(q)) @ state.k.to(wide).mT
+            scores = scores.masked_fill(~real[..., None, out:], -inf)
+            parts.append((scores.softmax(-1) @ state.v.to(wide), scores.logsumexp(-1)))
+        return join(*parts).to(q.dtype), state
+
+    def cost(self, dims: Dims) -> Cost:
+        r, e, both = self.feature_map.dim(dims.d), dims.e + 1, isinstance(self.pattern, Full)
+        pairs = self._near().pairs(dims.n, dims.m) if self.window else 0
+        time = max(dims.n, dims.m)
+        far = sum(
+            tokens * (min(CHUNK, tokens) * (r + e) + 2 * r * e)
+            for delay in [self.window] + [max(self.window, 1)] * both
+            if (tokens := max(time - delay, 0))
+        )
+        features = (dims.n + dims.m) * self.feature_map.flops(dims.d)
+        return Cost(
+            flops=dims.batch * (2 * pairs * (dims.d + dims.e) + 2 * far + features),
+            bytes=dims.io_bytes,
+            state=dims.batch * (r * e + 1 + min(dims.m, self.window) * (dims.d + dims.e)),
+        )
+
+    def explain(self, q, k, v, *, segments=None):
+        if isinstance(segments, tuple):
+            return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
+        x, y = self.feature_map.log_query(q[..., :1, :]), self.feature_map.log_key(k[..., :1, :])
+        (x, y, u), options = _kernel_inputs(x, y, v[..., :1, :], None)
+        near = partial_softmax.explain(q, k, v, self._near(), segments, self._scale(q)) if self.window else "none"
+        return f"far: {chunked_linear.explain(x, y, u, **options)}\nnear: {near}"
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, {self.pattern!r}" + (f", scale={self.scale:.4g}" if self.scale else "")
+
+
+class _Lag:
+    """The tokens that have another one `delay` places before them in their segment (late), and those others (early).
+
+    Two sequences of equal length, in the order of time, each segment one run; ids `runs` where there are segments, -1
+    where a row has fewer tokens than others.
+    """
+
+    def __init__(self, ids: Int[Tensor, "*s n"] | None, length: int, delay: int):
+        self.length, self.cut, self.runs = length, min(delay, length), None
+        if ids is None:
+            return
+        order = ids.argsort(dim=-1, stable=True)
+        ids = ids.gather(-1, order).long()
+        late = (positions(ids) >= delay) & (ids >= 0)
+        size = int(late.sum(-1).max()) if late.numel() else 0
+        at = (~late).int().argsort(dim=-1, stable=True)[..., :size]
+        self.runs = torch.where(late.gather(-1, at), ids.gather(-1, at), -1)
+        self.late_at, self.early_at = order.gather(-1, at), order.gather(-1, (at - delay).clamp(min=0))
+
+    def late(self, x: Float[Tensor, "*#b n w"]) -> Float[Tensor, "*b l w"]:
+        return x[..., self.cut :, :] if self.runs is None else take_tokens(x, self.late_at)
+
+    def early(self, x: Float[Tensor, "*#b n w"]) -> Float[Tensor, "*b l w"]:
+        return x[..., : self.length - self.cut, :] if self.runs is None else take_tokens(x, self.early_at)
+
+    def place_late(self, out: Tensor, lse: Tensor) -> Part:
+        """Results of the late tokens in their places; the others get nothing."""
+        if self.runs is None:
+            return F.pad(out, (0, 0, self.cut, 0)), F.pad(lse, (self.cut, 0), value=-inf)
+        return self._place(self.late_at, out, lse)
+
+    def place_early(self, out: Tensor, lse: Tensor) -> Part:
+        if self.runs is None:
+            return F.pad(out, (0, 0, 0, self.cut)), F.pad(lse, (0, self.cut), value=-inf)
+        return self._place(self.early_at, out, lse)
+
+    def _place(self, at: Tensor, out: Tensor, lse: Tensor) -> Part:
+        assert self.runs is not None
+        at = torch.where(self.runs >= 0, at, self.length).expand(lse.shape)  # one place more, for what belongs nowhere
+        rows = out.new_zeros(*out.shape[:-2], self.length + 1, out.shape[-1])
+        rows = rows.scatter(-2, at[..., None].expand_as(out), out)
+        logs = lse.new_full((*lse.shape[:-1], self.length + 1), -inf).scatter(-1, at, lse)
+        return rows[..., : self.length, :], logs[..., : self.length]
+
+
+def _prefix(
+    x: Float[Tensor, "*#b l r"],
+    y: Float[Tensor, "*#b l r"],
+    v: Float[Tensor, "*#b l e"],
+    ids: Int[Tensor, "*s l"] | None,
+) -> Part:
+    """Causal linear attention from the logarithms of features."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
+    (x, y, u), options = _kernel_inputs(x, y, v, ids)
+    code = None if options["segments"] is None else runs(options["segments"])[0]
+    shift_x, shift_y, _, decay, _ = exp_shifts(x, y, True, None, code, None, x.shape[1])
+    x, y = (x - shift_x[..., None]).exp(), (y - shift_y[..., None]).exp()
+    out, _ = chunked_linear(x, y, u, **options | {"log_decay": decay})
+    out, lse = _in_logs(out[..., :-1], out[..., -1], shift_x + shift_y)
+    return out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1])
+
+
+def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
+    """x, y and [v, 1] as (batch, heads, tokens, width), ids as (batch, tokens), all in float32 or better."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
+    shared = ids is None or ids.ndim < 2 or ids.shape[-2] == 1  # all heads have the same segments
+    rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
+    if ids is not None:
+        ids = ids.squeeze(-2) if shared and ids.ndim > 1 else ids
+        ids = ids.expand(*rows, ids.shape[-1]).reshape(prod(rows), ids.shape[-1])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    u = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
+    flat = [a.to(wide).expand(*batch, *a.shape[-2:]).reshape(prod(rows), heads, *a.shape[-2:]) for a in (x, y, u)]
+    return flat, {"feature": "identity", "normalise": False, "segments": ids}
+
+
+def _in_logs(above: Float[Tensor, "*b n e"], below: Float[Tensor, "*b n"], shift: Float[Tensor, "*b n"]) -> Part:
+    """Numerator and normaliser, both times exp(shift), as a part; a normaliser that has vanished is of no part."""
+    some = below >= LEAST[below.dtype]
+    total = torch.where(some, below, 1)
+    out = torch.where(some[..., None], above / total[..., None], 0)
+    return out, torch.where(some, total.log() + shift, -inf)
+
+
+def _at_end(x: Float[Tensor, "*b n w"], length: int, fill: float) -> Float[Tensor, "*b l w"]:
+    """x as the last tokens of `length`."""
+    missing = length - x.shape[-2]
+    return F.pad(x, (0, 0, missing, 0), value=fill) if missing else x
