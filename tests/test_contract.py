@@ -242,9 +242,9 @@ def trees(draw):
 
 
 @st.composite
-def fixed(draw):
+def fixed(draw, kind=h.SparseFixed):
     stride = draw(sizes)
-    return h.SparseFixed(stride, draw(st.integers(1, stride)))
+    return kind(stride, draw(st.integers(1, stride)))
 
 
 simple = st.one_of(
@@ -253,6 +253,7 @@ simple = st.one_of(
     st.builds(h.Window, counts, counts, counts),
     st.builds(h.Strided, sizes),
     fixed(),
+    fixed(h.Summaries),
     st.builds(h.Blocks, sizes),
     st.builds(h.Global, st.lists(st.integers(0, 30), max_size=3).map(tuple)),
     st.builds(h.RandomBlocks, sizes, st.integers(1, 3), st.integers(0, 5)),

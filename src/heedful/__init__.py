@@ -25,6 +25,7 @@ from heedful.feature_maps import (
 from heedful.kernels.dispatch import backend
 from heedful.mechanisms import (
     CATALOG,
+    DilatedSoftmax,
     FixedPattern,
     Linear,
     Linformer,
@@ -53,6 +54,7 @@ from heedful.patterns import (
     RandomBlocks,
     SparseFixed,
     Strided,
+    Summaries,
     Tree,
     Window,
 )
@@ -68,6 +70,7 @@ __all__ = [
     "Cos",
     "CosFormer",
     "Cost",
+    "DilatedSoftmax",
     "Dims",
     "Elu1",
     "Exp",
@@ -101,6 +104,7 @@ __all__ = [
     "Strided",
     "StridedSoftmax",
     "Sum",
+    "Summaries",
     "Taylor",
     "TopK",
     "Tree",

@@ -187,6 +187,32 @@ class SparseFixed(Pattern):
 
 
 @dataclass(frozen=True)
+class Summaries(Pattern):
+    """A query sees the last `summary` keys of every block of `stride`: `SparseFixed` without one's own block.
+
+    In the Sparse Transformer (Child et al. 2019) heads of their own see them; causal queries before the first, nothing.
+    """
+
+    stride: int
+    summary: int = 1
+
+    def __post_init__(self):
+        _require_counts(self, least=1, stride=self.stride, summary=self.summary)
+        if self.summary > self.stride:
+            raise ValueError(f"Summaries: summary = {self.summary} exceeds the block of stride = {self.stride}.")
+
+    def allows(self, i, j):
+        return (j % self.stride >= self.stride - self.summary) & torch.ones_like(i, dtype=torch.bool)
+
+    def spans(self, lo, hi, m):
+        ends = range(self.stride, m + self.stride, self.stride)
+        return _clip([(end - self.summary, end) for end in ends], m)
+
+    def remembers(self, j, t):
+        return (j % self.stride >= self.stride - self.summary) & torch.ones_like(t, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
 class Blocks(Pattern):
     """A query sees the keys of its own block of `size`."""
 

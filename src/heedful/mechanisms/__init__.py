@@ -28,6 +28,7 @@ from heedful.feature_maps import (
     Relu,
     Taylor,
 )
+from heedful.mechanisms.dilated import DilatedSoftmax
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
@@ -42,11 +43,12 @@ from heedful.mechanisms.strided import StridedSoftmax
 from heedful.mechanisms.sum import Sum
 from heedful.mechanisms.top_k import TopK
 from heedful.mechanisms.truncated_svd import TruncatedSVD
-from heedful.patterns import Blocks, Causal, Full, Global, Pattern, RandomBlocks, SparseFixed, Window
+from heedful.patterns import Blocks, Causal, Full, Global, Pattern, RandomBlocks, SparseFixed, Summaries, Window
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
 __all__ = [
     "CATALOG",
+    "DilatedSoftmax",
     "Entry",
     "FixedPattern",
     "Linear",
@@ -257,6 +259,31 @@ def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperat
     return StridedSoftmax(stride, window or None, causal, temperature=temperature)
 
 
+def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: float = 1.0) -> DilatedSoftmax:
+    return DilatedSoftmax(window, gap, causal, temperature=temperature)
+
+
+def _halves(one: Mechanism, other: Mechanism, merged: Mechanism, heads: int) -> Mechanism:
+    """Half of the heads attend in one way, half in another; a single head in both."""
+    return Mixture([one, other], [heads - heads // 2, heads // 2]) if heads > 1 else merged
+
+
+def _sparse_fixed_heads(
+    stride: int = 128, summary: int = 8, heads: int = 2, causal: bool = True, temperature: float = 1.0
+) -> Mechanism:
+    own = Softmax(_if_causal(Blocks(stride), causal), temperature=temperature)
+    far = Softmax(_if_causal(Summaries(stride, summary), causal), temperature=temperature)
+    return _halves(own, far, _sparse_fixed(stride, summary, causal, temperature), heads)
+
+
+def _strided_heads(
+    stride: int = 128, window: int = 128, heads: int = 2, causal: bool = True, temperature: float = 1.0
+) -> Mechanism:
+    near = Softmax(Window(window - 1, 0 if causal else window - 1), temperature=temperature)
+    far = StridedSoftmax(stride, None, causal, temperature=temperature)
+    return _halves(near, far, _strided(stride, window, causal, temperature), heads)
+
+
 def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
     return TopK(k, pattern, scale)
 
@@ -321,6 +348,11 @@ _ENTRIES = (
           {"stride": 8, "summary": 2}),
     Entry("strided", _strided, "sparse", "every l-th key, and the last w", CHILD, "N·(w+N/l)",
           {"stride": 4, "window": 4}),
+    Entry("sparse-fixed-heads", _sparse_fixed_heads, "sparse", "half the heads their block, half the summaries",
+          CHILD, "N·(l+cN/l)", {"stride": 8, "summary": 2}),
+    Entry("strided-heads", _strided_heads, "sparse", "half the heads the last w keys, half every l-th", CHILD,
+          "N·(w+N/l)", {"stride": 4, "window": 4}),
+    Entry("dilated", _dilated, "sparse", "w keys, each g before the next", BELTAGY, "N·w", {"window": 4, "gap": 3}),
     Entry("top-k", _top_k, "sparse", "softmax over the k largest scores", GUPTA, "N²", {"k": 5}),
     Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
     Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
