@@ -238,6 +238,8 @@ sizes = st.integers(1, 9)
 @st.composite
 def trees(draw):
     parents = [draw(st.integers(-1, child - 1)) for child in range(draw(st.integers(0, 12)))]
+    absent = [token for token in range(len(parents)) if token not in parents and draw(st.booleans())]
+    parents = [-2 if token in absent else parent for token, parent in enumerate(parents)]
     return h.Tree(tuple(parents), draw(st.integers(0, 3)))
 
 

@@ -39,6 +39,7 @@ from heedful.mechanisms import (
     StridedSoftmax,
     Sum,
     TopK,
+    TreeSoftmax,
     TruncatedSVD,
     build,
     identity,
@@ -57,6 +58,7 @@ from heedful.patterns import (
     Summaries,
     Tree,
     Window,
+    forest,
 )
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
@@ -108,12 +110,14 @@ __all__ = [
     "Taylor",
     "TopK",
     "Tree",
+    "TreeSoftmax",
     "Trig",
     "TruncatedSVD",
     "Window",
     "backend",
     "build",
     "check_finite",
+    "forest",
     "group_heads",
     "identity",
     "nn",

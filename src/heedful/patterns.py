@@ -14,6 +14,7 @@ cache), so `Causal` is aligned bottom-right.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -299,9 +300,10 @@ class RandomBlocks(Pattern):
 
 @dataclass(frozen=True)
 class Tree(Pattern):
-    """A query sees the keys within `radius` edges of it in the tree given by `parents` (-1 at a root).
+    """A query sees the keys within `radius` edges of it in the tree given by `parents` (-1 at a root, -2: no token).
 
-    Positions beyond the tree see nothing and are seen by nothing.
+    Positions beyond the tree, and those without a token, see nothing and are seen by nothing. Several roots make a
+    forest, whose trees do not see each other: `forest` packs the trees of a batch into one.
     """
 
     parents: tuple[int, ...] = field(repr=False)
@@ -312,20 +314,40 @@ class Tree(Pattern):
         object.__setattr__(self, "parents", parents)
         _require_counts(self, radius=self.radius)
         for child, parent in enumerate(parents):
-            if not -1 <= parent < len(parents) or parent == child:
+            if not -2 <= parent < len(parents) or parent == child or (parent >= 0 and parents[parent] == -2):
                 raise ValueError(
-                    f"Tree: parents[{child}] = {parent}, expected -1 (a root) or another position below "
-                    f"{len(parents)}. Heads counted from 1, as treebanks write them, need 1 subtracted."
+                    f"Tree: parents[{child}] = {parent}, expected -1 (a root), -2 (no token) or the position of "
+                    f"another token, below {len(parents)}. Heads counted from 1, as in treebanks, need 1 subtracted."
                 )
 
     @cached_property
     def _ancestors(self) -> Tensor:
         """(n + 1, radius + 1): the s-th ancestor of each position, -1 past the root; the last row is 'outside'."""
-        parents = torch.tensor([*self.parents, -1])
-        line = [torch.cat([torch.arange(len(self.parents)), torch.tensor([-1])])]
+        parents = torch.tensor([*self.parents, -1]).clamp(min=-1)
+        own = torch.arange(len(self.parents))
+        line = [torch.cat([torch.where(torch.tensor(self.parents) == -2, -1, own), torch.tensor([-1])]).long()]
         for _ in range(self.radius):
             line.append(parents[line[-1]])  # index -1 is the appended row, which stays -1
         return torch.stack(line, -1)
+
+    @cached_property
+    def links(self) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+        """Every pair (query, key) that is allowed, sorted: breadth first from all tokens at once."""
+        size, parents = len(self.parents), torch.tensor(self.parents, dtype=torch.long)
+        child = (parents >= 0).nonzero().flatten()
+        ends = torch.cat([torch.stack([child, parents[child]]), torch.stack([parents[child], child])], 1)
+        ends = ends[:, ends[0].argsort(stable=True)]
+        degree = torch.bincount(ends[0], minlength=size)
+        first = degree.cumsum(0) - degree
+        found = front = (parents != -2).nonzero().flatten() * (size + 1)  # a pair (i, j) as i · size + j
+        for _ in range(self.radius):
+            i, j = front // size, front % size
+            count = degree[j]
+            step = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+            reached = ends[1][first[j].repeat_interleave(count) + step]
+            front = (i.repeat_interleave(count) * size + reached).unique()
+            found = torch.cat([found, front]).unique()
+        return found // max(size, 1), found % max(size, 1)
 
     def allows(self, i, j):
         size = len(self.parents)
@@ -338,6 +360,54 @@ class Tree(Pattern):
             for t in range(self.radius + 1 - s):
                 near |= (up_i[..., s] == up_j[..., t]) & (up_i[..., s] >= 0)
         return near & inside
+
+    def spans(self, lo, hi, m):
+        i, j = self.links
+        first, last = torch.searchsorted(i, torch.tensor([lo, hi])).tolist()
+        seen = j[first:last].unique()
+        breaks = (seen.diff() > 1).nonzero().flatten() + 1
+        return _clip([(int(run[0]), int(run[-1]) + 1) for run in seen.tensor_split(breaks) if len(run)], m)
+
+    def pairs(self, n, m):
+        i, j = self.links
+        return int(((i >= m - n) & (i < m) & (j < m)).sum())
+
+
+def forest(trees: Iterable[Sequence[int]], length: int | None = None) -> tuple[int, ...]:
+    """The parents of many trees, one after the other: sentences packed into one sequence, each with its own tree.
+
+    `length` gives every tree as many positions, those after its last token without one: a padded batch, row by row.
+
+    >>> forest([[-1, 0, 0], [1, -1]])
+    (-1, 0, 0, 4, -1)
+    >>> forest([[-1, 0, 0], [1, -1]], length=3)
+    (-1, 0, 0, 4, -1, -2)
+    """
+    parents: list[int] = []
+    for tree in trees:
+        start, size = len(parents), len(tree) if length is None else length
+        if len(tree) > size:
+            raise ValueError(f"length: {length}, expected at least {len(tree)}, the tokens of the longest tree.")
+        parents += [int(parent) + start if parent >= 0 else int(parent) for parent in tree]
+        parents += [-2] * (size - len(tree))
+    return tuple(parents)
+
+
+def balanced_tree(length: int) -> tuple[int, ...]:
+    """The parents of a balanced binary tree in which every subtree is a run of tokens, as in most sentences.
+
+    >>> balanced_tree(7)
+    (1, 3, 1, -1, 5, 3, 5)
+    """
+    parents = [-1] * length
+    todo = [(0, length, -1)]
+    while todo:
+        start, stop, above = todo.pop()
+        if start < stop:
+            middle = (start + stop) // 2
+            parents[middle] = above
+            todo += [(start, middle, middle), (middle + 1, stop, middle)]
+    return tuple(parents)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,20 @@ from heedful.mechanisms.softmax import Softmax
 from heedful.mechanisms.strided import StridedSoftmax
 from heedful.mechanisms.sum import Sum
 from heedful.mechanisms.top_k import TopK
+from heedful.mechanisms.tree import TreeSoftmax
 from heedful.mechanisms.truncated_svd import TruncatedSVD
-from heedful.patterns import Blocks, Causal, Full, Global, Pattern, RandomBlocks, SparseFixed, Summaries, Window
+from heedful.patterns import (
+    Blocks,
+    Causal,
+    Full,
+    Global,
+    Pattern,
+    RandomBlocks,
+    SparseFixed,
+    Summaries,
+    Window,
+    balanced_tree,
+)
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 
 __all__ = [
@@ -62,6 +74,7 @@ __all__ = [
     "StridedSoftmax",
     "Sum",
     "TopK",
+    "TreeSoftmax",
     "build",
     "identity",
     "relu2",
@@ -284,6 +297,17 @@ def _strided_heads(
     return _halves(near, far, _strided(stride, window, causal, temperature), heads)
 
 
+def _tree(
+    length: int,
+    radius: int = 2,
+    parents: tuple[int, ...] | None = None,
+    causal: bool = False,
+    temperature: float = 1.0,
+) -> TreeSoftmax:
+    """Without parents, those of a balanced tree over `length` tokens."""
+    return TreeSoftmax(balanced_tree(length) if parents is None else parents, radius, causal, temperature=temperature)
+
+
 def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
     return TopK(k, pattern, scale)
 
@@ -331,6 +355,7 @@ GUPTA = Paper("Gupta et al.", 2021, "arXiv:2106.06899")
 WU = Paper("Wu et al.", 2022, "arXiv:2203.08913")
 KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 CHEN = Paper("Chen et al.", 2021, "arXiv:2110.15343")
+LI = Paper("Li et al.", 2020, "arXiv:2012.15150")
 ZHU = Paper("Zhu et al.", 2021, "arXiv:2107.02192")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
@@ -353,6 +378,7 @@ _ENTRIES = (
     Entry("strided-heads", _strided_heads, "sparse", "half the heads the last w keys, half every l-th", CHILD,
           "N·(w+N/l)", {"stride": 4, "window": 4}),
     Entry("dilated", _dilated, "sparse", "w keys, each g before the next", BELTAGY, "N·w", {"window": 4, "gap": 3}),
+    Entry("tree", _tree, "sparse", "the tokens within a few edges in a syntax tree", LI, "N·neighbours"),
     Entry("top-k", _top_k, "sparse", "softmax over the k largest scores", GUPTA, "N²", {"k": 5}),
     Entry("longformer", _longformer, "sparse", "a window and global tokens", BELTAGY, "N·(w+g)", {"window": 6}),
     Entry("bigbird", _bigbird, "sparse", "a window, global tokens and random blocks", ZAHEER, "N·(w+g+rb)",
