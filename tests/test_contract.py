@@ -198,7 +198,17 @@ def calls(draw, full: bool):
     return q, k, v, whole, None
 
 
-PROPERTY = ["softmax", "l2", "window-sinks", "sparse-fixed", "bigbird", "softmax, full", "quadratic, length, full"]
+PROPERTY = [
+    "softmax",
+    "l2",
+    "window-sinks",
+    "sparse-fixed",
+    "bigbird",
+    "dilated",
+    "lowrank-sparse",
+    "softmax, full",
+    "quadratic, length, full",
+]
 
 
 @pytest.mark.usefixtures("annotations_enforced")

@@ -67,7 +67,7 @@ class LowRankSparse(RecurrentMechanism):
     feature_map   features of the far keys, given by their logarithms: FavorPlus, FavorPlusPlus, FavorSharp, or Hedgehog
                   once it is trained
     window        how many of the nearest keys are exact, a query's own among them; 0 leaves linear attention
-    pattern       Causal(), or Full() where queries look both ways, the window too
+    pattern       Causal(), or Full() where queries look both ways and the window is as wide on each side
     scale         of q·k; that of the random features, or d^-½
     """
 
