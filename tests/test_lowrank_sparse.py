@@ -28,7 +28,12 @@ VARIANTS = {
     "learned features for each head": lambda: h.LowRankSparse(h.Hedgehog(8, 2), 3),
     "linformer, not shared, a projection for each head": lambda: h.LinformerSparse(2048, 8, 3, shared=False, heads=2),
 }
-DEAR = ("compiled_equals_eager", "products_and_steps_are_as_precise", "flops_are_what_cost_says")
+DEAR = (
+    "compiled_equals_eager",
+    "flops_are_what_cost_says",
+    "precision_is_no_worse_than_naive",
+    "products_and_steps_are_as_precise",
+)
 """They take seconds, and see nothing in a variant that they do not see in the catalogue's entry."""
 
 
@@ -79,7 +84,7 @@ def test_it_is_the_low_rank_matrix_with_a_sparse_correction():
 
 @pytest.mark.parametrize("kind", [h.FavorPlus, h.FavorPlusPlus, h.FavorSharp])
 def test_more_features_come_nearer_to_softmax(kind):
-    q, k, v = (x / 2 for x in draw(4, 400, 8))
+    q, k, v = (x / 3 for x in draw(4, 300, 8))  # short, so that the features' variance is small and their tails light
     truth = h.Softmax()(q, k, v)
 
     def error(features: int) -> float:
