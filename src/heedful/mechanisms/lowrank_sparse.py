@@ -3,7 +3,8 @@
 matrix      A_ij = w_ij / Σ_{l visible} w_il,   w_ij = exp(scale · q_i·k_j) where |i − j| < w,  φ(q_i)·φ(k_j) elsewhere
 fast        softmax over the window, with log Σ exp of each row (kernels/partial); linear attention of the queries
             from w on to the keys up to m − w, which is the rest delayed by w, with the logarithm of its normaliser
-            (where queries look both ways, once more backwards in time); joined, o = Σ_p exp(lse_p − lse) o_p
+            (where queries look both ways, once more backwards in time; old keys of a cache, which all queries see, in
+            one sum); joined, o = Σ_p exp(lse_p − lse) o_p
 recurrence  k_t, v_t enter a queue of w; what leaves it enters S, z as in `Linear`; o_t joins the queue and S
 cost        2 · pairs · (d + e) + 2(n − w)(c(r + e + 1) + 2r(e + 1)) flops; state r(e + 1) + 1 + w(d + e)
 
@@ -134,23 +135,30 @@ class LowRankSparse(RecurrentMechanism):
         return join(*parts).to(v.dtype)
 
     def _far(self, q, k, v, segments: Tensor | None) -> list[Part]:
-        """The parts of the keys before the window and, where queries see them, after it; for all places in time.
+        """The parts of the keys before the window and, where queries see them, after it; rows for the last of all time.
 
         Time ends with the last query and the last key. There may be more keys than queries, or more queries than keys.
         """
-        length = max(q.shape[-2], k.shape[-2])
-        x = _at_end(self.feature_map.log_query(q), length, 0.0)
-        y = _at_end(self.feature_map.log_key(k), length, -inf)
-        v = _at_end(v, length, 0.0)
+        x, y = self.feature_map.log_query(q), self.feature_map.log_key(k)
+        parts = []
+        if segments is None and (old := self._old(q.shape[-2], k.shape[-2])):
+            parts.append(_total(x, y[..., :old, :], v[..., :old, :]))
+            y, v = y[..., old:, :], v[..., old:, :]
+        length = max(q.shape[-2], y.shape[-2])
+        x, y, v = _at_end(x, length, 0.0), _at_end(y, length, -inf), _at_end(v, length, 0.0)
         lag = _Lag(segments, length, self.window)
         before = _prefix(lag.late(x), lag.early(y), lag.early(v), lag.runs)
-        parts = [lag.place_late(*before)]
+        parts.append(lag.place_late(*before))
         if isinstance(self.pattern, Full):
             lag = _Lag(segments, length, max(self.window, 1))  # a query's own key is in one part
             x, y, v = (a.flip(-2) for a in (lag.early(x), lag.late(y), lag.late(v)))
             out, lse = _prefix(x, y, v, None if lag.runs is None else lag.runs.flip(-1))
             parts.append(lag.place_early(out.flip(-2), lse.flip(-1)))
         return parts
+
+    def _old(self, n: int, m: int) -> int:
+        """How many keys of a cache lie beyond the window of every query."""
+        return max(m - n - self.window, 0)
 
     def _near(self) -> Window:
         reach = self.window - 1
@@ -224,15 +232,17 @@ class LowRankSparse(RecurrentMechanism):
     def cost(self, dims: Dims) -> Cost:
         r, e, both = self.feature_map.dim(dims.d), dims.e + 1, isinstance(self.pattern, Full)
         pairs = self._near().pairs(dims.n, dims.m) if self.window else 0
-        time = max(dims.n, dims.m)
+        old = self._old(dims.n, dims.m)
+        time = max(dims.n, dims.m - old)
         far = sum(
             tokens * (min(CHUNK, tokens) * (r + e) + 2 * r * e)
             for delay in [self.window] + [max(self.window, 1)] * both
             if (tokens := max(time - delay, 0))
         )
+        far += (dims.n + old) * r * e * bool(old)
         features = (dims.n + dims.m) * self.feature_map.flops(dims.d)
         return Cost(
-            flops=dims.batch * (2 * pairs * (dims.d + dims.e) + 2 * far + features),
+            flops=dims.batch * (2 * (pairs * (dims.d + dims.e) + far) + features),
             bytes=dims.io_bytes,
             state=dims.batch * (r * e + 1 + min(dims.m, self.window) * (dims.d + dims.e)),
         )
@@ -311,6 +321,16 @@ def _prefix(
     return out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1])
 
 
+def _total(x: Float[Tensor, "*#b n r"], y: Float[Tensor, "*#b l r"], v: Float[Tensor, "*#b l e"]) -> Part:
+    """Linear attention to all keys, from the logarithms of features."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y, v = x.to(wide), y.to(wide), v.to(wide)
+    top_x, top_y = x.detach().amax(-1), y.detach().amax((-2, -1))
+    sums = (y - top_y[..., None, None]).exp().mT @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    out = (x - top_x[..., None]).exp() @ sums
+    return _in_logs(out[..., :-1], out[..., -1], top_x + top_y[..., None])
+
+
 def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
     """x, y and [v, 1] as (batch, heads, tokens, width), ids as (batch, tokens), all in float32 or better."""
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
@@ -325,7 +345,7 @@ def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
     return flat, {"feature": "identity", "normalise": False, "segments": ids}
 
 
-def _in_logs(above: Float[Tensor, "*b n e"], below: Float[Tensor, "*b n"], shift: Float[Tensor, "*b n"]) -> Part:
+def _in_logs(above: Float[Tensor, "*b n e"], below: Float[Tensor, "*b n"], shift: Float[Tensor, "*#b n"]) -> Part:
     """Numerator and normaliser, both times exp(shift), as a part; a normaliser that has vanished is of no part."""
     some = below >= LEAST[below.dtype]
     total = torch.where(some, below, 1)
