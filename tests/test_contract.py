@@ -88,6 +88,7 @@ VARIANTS = {
     "linear, full, logarithms": lambda: h.Linear(h.Exp(), h.Full()),
     "linear, full, positions": lambda: h.Linear(h.CosFormer(4096), h.Full()),
     "retention, a decay for each head": lambda: h.Retention(torch.tensor([0.5, 0.99]), normalise=True),
+    "gated linear, one gate a head, normalised": lambda: h.GatedLinear(8, 2, gate="head", normalise=True),
     "retention, logarithms": lambda: h.Retention(0.9, normalise=True, feature_map=h.Exp()),
 }
 

@@ -30,6 +30,7 @@ from heedful.feature_maps import (
 )
 from heedful.mechanisms.dilated import DilatedSoftmax
 from heedful.mechanisms.fixed_pattern import FixedPattern
+from heedful.mechanisms.gated import GatedLinear
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.linformer_sparse import LinformerSparse
@@ -63,6 +64,7 @@ __all__ = [
     "DilatedSoftmax",
     "Entry",
     "FixedPattern",
+    "GatedLinear",
     "Linear",
     "LinformerSparse",
     "LowRankSparse",
@@ -183,6 +185,17 @@ def _retention(decay: float = 0.97) -> Retention:
 
 def _retention_normalised(decay: float = 0.97) -> Retention:
     return Retention(decay, normalise=True)
+
+
+def _gla(
+    d: int,
+    heads: int = 1,
+    gate: Literal["channel", "head"] = "channel",
+    rank: int = 16,
+    tau: float = 16.0,
+    normalise: bool = False,
+) -> GatedLinear:
+    return GatedLinear(d, heads, gate=gate, rank=rank, tau=tau, normalise=normalise)
 
 
 def _trig(d: int, features: int = 256, seed: int = 0, pattern: Pattern = Causal()) -> Linear:  # noqa: B008  (frozen)
@@ -343,6 +356,7 @@ QIN = Paper("Qin et al.", 2022, "arXiv:2202.08791")
 ARORA = Paper("Arora et al.", 2024, "arXiv:2402.18668")
 ZHANG = Paper("Zhang et al.", 2024, "arXiv:2402.04347")
 SUN = Paper("Sun et al.", 2023, "arXiv:2307.08621")
+YANG = Paper("Yang et al.", 2023, "arXiv:2312.06635")
 RAGANATO = Paper("Raganato et al.", 2020, "arXiv:2002.10260")
 PENG = Paper("Peng et al.", 2021, "arXiv:2103.02143")
 CHOROMANSKI = Paper("Choromanski et al.", 2020, "arXiv:2009.14794")
@@ -419,6 +433,7 @@ _ENTRIES = (
           "N·(w+r)", {"rank": 8, "window": 4}),
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
+    Entry("gla", _gla, "decay", "q·k fading channel by channel, as the keys say", YANG, "N·r"),
     Entry("mixture", _mixture, "combinations", "each head its own: seven fixed, one learned", RAGANATO, "each head's"),
     Entry("sum", _sum, "combinations", "mechanisms added up: a window and a linear one", WU, "N·(w+r)", {"before": 5}),
     Entry("gated-sum", _gated_sum, "combinations", "mechanisms weighed by a learned gate", WU, "N·(w+r)",

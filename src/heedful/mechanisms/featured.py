@@ -19,7 +19,7 @@ from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_tok
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.linear_step import linear_step
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
@@ -36,9 +36,9 @@ class Running(NamedTuple):
 
 
 class Featured(RecurrentMechanism):
-    """Base of `Linear` and `Retention`."""
+    """Base of `Linear`, `Retention` and `GatedLinear`."""
 
-    kernel = chunked_linear
+    kernel: Kernel = chunked_linear
 
     def __init__(self, feature_map: FeatureMap, pattern: Pattern, normalise: bool):
         super().__init__(pattern)
@@ -55,6 +55,11 @@ class Featured(RecurrentMechanism):
     def log_decay(self) -> Float[Tensor, " heads"] | None:
         """log λ of each head, or None where nothing decays."""
         return None
+
+    def fading(self, k: Float[Tensor, "*b 1 d"]) -> Float[Tensor, "*c #r"] | None:
+        """log of what the token of key k leaves of each row of the state, or None where nothing decays."""
+        decay = self.log_decay()
+        return None if decay is None else decay[..., None]
 
     def matrix(self, q, k, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern)
@@ -173,14 +178,14 @@ class Featured(RecurrentMechanism):
                 f"{state.S.shape[-2]} as in the state. Likely cause: a state of another layer."
             )
         dtype, wide, name = q.dtype, state.S.dtype, self.feature_map.kernel_name
+        fade = self.fading(k.to(wide))
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q.to(wide)), self.feature_map.log_key(k.to(wide))
         elif name is None:
             name, here = "identity", state.length[..., None]
             q, k = self.feature_map.query(q.to(wide), here), self.feature_map.key(k.to(wide), here)
-        decay = self.log_decay()
         out, S, z, scale = linear_step(
-            q, k, v, state.S, state.z, state.log_scale, state.length, feature=name, log_decay=decay
+            q, k, v, state.S, state.z, state.log_scale, state.length, feature=name, fade=fade
         )
         return out.to(dtype), Running(S, z, scale, state.length + 1)
 

@@ -82,6 +82,7 @@ FREE = frozenset(
         # reduced, and elementwise operations that torch does not tag
         "sum nansum mean prod amax amin aminmax max min argmax argmin any all std var std_mean var_mean norm logsumexp",
         "linalg_vector_norm count_nonzero _softmax softmax _log_softmax _safe_softmax native_layer_norm floor_divide",
+        "log_sigmoid_forward",
     )
     for name in names.split()
 )

@@ -125,8 +125,8 @@ def chunked_linear(
         shift_q, shift_k, log_scale, decay, state = exp_shifts(q, k, causal, decay, code, state, heads)
 
     real = None if code is None else (code >= 0)[:, None, :, None]
-    x = _features(q, feature, shift_q, real, wide)
-    y = _features(k, feature, shift_k, real, wide)
+    x = features(q, feature, shift_q, real, wide)
+    y = features(k, feature, shift_k, real, wide)
     u = v.to(wide) if real is None else torch.where(real, v.to(wide), 0.0)
     if normalise:
         u = torch.cat([u, u.new_ones(B, Hkv, m, 1)], -1)
@@ -238,7 +238,7 @@ def exp_shifts(q, k, causal, decay, code, state, heads):
     return shift_q, s.to(wide), scale, decay, state
 
 
-def _features(x, feature, shift, real, dtype):
+def features(x, feature, shift, real, dtype):
     x = x.to(dtype)
     match feature:
         case "elu1":

@@ -19,7 +19,7 @@ FEATURES = {
 }
 
 
-def objections(q, k, v, S, z, log_scale, length, *, feature="identity", log_decay=None) -> list[str]:
+def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:
     """Why these inputs have no meaning, in sentences; none if they do."""
     said = []
     if feature != "exp" and feature not in FEATURES:
@@ -39,13 +39,14 @@ def linear_step(
     length: Int[Tensor, "*s"],
     *,
     feature: str = "identity",
-    log_decay: Float[Tensor, "*#b"] | None = None,
+    fade: Float[Tensor, "*#b #r"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The output of one token, and S, z and log_scale after it; z is None where nothing is normalised.
 
-    length counts the tokens before it: an empty state has no scale yet.
+    length   counts the tokens before it: an empty state has no scale yet
+    fade     log λ, what is left of the state: one number a head, or one for each of its rows
     """
-    if said := objections(q, k, v, S, z, log_scale, length, feature=feature, log_decay=log_decay):
+    if said := objections(q, k, v, S, z, log_scale, length, feature=feature, fade=fade):
         raise ValueError(" ".join(said))
     dtype, wide = q.dtype, S.dtype
     q, k, v = (x.to(wide) for x in (q, k, v))
@@ -60,9 +61,9 @@ def linear_step(
         lift = top + log_scale[..., None, None]
     else:
         x, y = FEATURES[feature](q), FEATURES[feature](k)
-    if log_decay is not None:
-        keep = log_decay.to(wide).exp()
-        S, z = S * keep[..., None, None], None if z is None else z * keep[..., None]
+    if fade is not None:
+        keep = fade.to(wide).exp()
+        S, z = S * keep[..., None], None if z is None else z * keep
     S = S + y.mT @ v
     out = x @ S
     if z is not None:

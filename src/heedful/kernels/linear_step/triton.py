@@ -19,14 +19,14 @@ INTERPRETED = triton.knobs.runtime.interpret
 TINY = tl.constexpr(LEAST[torch.float32])
 
 
-def objections(q, k, v, S, z, log_scale, length, *, feature="identity", log_decay=None) -> list[str]:
+def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:
     """Why the Triton kernel can't take these inputs, in sentences; an empty list if it can."""
-    said = reference.objections(q, k, v, S, z, log_scale, length, feature=feature, log_decay=log_decay)
+    said = reference.objections(q, k, v, S, z, log_scale, length, feature=feature, fade=fade)
     if not (q.is_cuda or INTERPRETED):
         said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
     if S.dtype != torch.float32:
         said.append(f"it keeps states in float32, got {S.dtype}: float32 inputs have float64 states.")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, S, z, log_decay)):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, S, z, fade)):
         said.append("it has no gradient: decode under torch.no_grad().")
     if 0 in (*S.shape, *q.shape):
         said.append("there is nothing to launch for an empty tensor.")
@@ -43,10 +43,10 @@ def linear_step(
     length: Tensor,
     *,
     feature: str = "identity",
-    log_decay: Tensor | None = None,
+    fade: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The output of one token and the state after it; the same call as `reference.linear_step`."""
-    options = dict(feature=feature, log_decay=log_decay)
+    options = dict(feature=feature, fade=fade)
     if said := objections(q, k, v, S, z, log_scale, length, **options):
         raise ValueError(" ".join(said))
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
@@ -61,8 +61,8 @@ def linear_step(
     z = None if z is None else rows_of(z, 1)
     if log_scale is not None:  # before the first token there is none
         log_scale = rows_of(log_scale.masked_fill(length == 0, -torch.inf), 0)
-    if log_decay is not None:
-        log_decay = rows_of(log_decay.float(), 0)
+    if fade is not None:
+        fade = rows_of(fade.float(), 1)
     rows = len(S)
     out = torch.empty(rows, e, dtype=q.dtype, device=q.device)
     S_new = torch.empty(rows, r, e, dtype=S.dtype, device=S.device)
@@ -72,8 +72,8 @@ def linear_step(
     R, E = (min(64, max(16, triton.next_power_of_2(x))) for x in (r, e))
     with on_device(q):
         _step[(rows, triton.cdiv(e, E))](
-            q, k, v, S, z, log_scale, log_decay, out, S_new, z_new, scale_new, r, e,
-            FEATURE=feature, NORMALISE=z is not None, DECAY=log_decay is not None, R=R, E=E, num_warps=4,
+            q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new, r, e,
+            FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E, num_warps=4,
         )  # fmt: skip
     return (
         out.reshape(*batch, 1, e),
@@ -104,8 +104,8 @@ def _largest(x, r, R: tl.constexpr):
 
 @triton.jit
 def _step(
-    q, k, v, S, z, log_scale, log_decay, out, S_new, z_new, scale_new, r, e,
-    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, DECAY: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new, r, e,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, FADE: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q += row * r
@@ -124,8 +124,8 @@ def _step(
         keep = tl.exp(before - scale)
         if part == 0:
             tl.store(scale_new + row, scale)
-    if DECAY:
-        keep = keep * tl.exp(tl.load(log_decay + row))
+    if FADE == 1:
+        keep = keep * tl.exp(tl.load(fade + row))
     num = tl.zeros([E], tl.float32)
     den = 0.0
     for at in range(0, r, R):
@@ -138,13 +138,16 @@ def _step(
         else:
             x, y = _phi(x, FEATURE), _phi(y, FEATURE)
         x, y = tl.where(real, x, 0.0), tl.where(real, y, 0.0)
+        left = tl.zeros([R], tl.float32) + keep
+        if FADE > 1:
+            left *= tl.exp(tl.load(fade + row * FADE + c, mask=real, other=0.0))
         where = c[:, None] * e + column[None, :]
         mask = real[:, None] & (column < e)[None, :]
-        state = tl.load(S + where, mask=mask, other=0.0) * keep + y[:, None] * u[None, :]
+        state = tl.load(S + where, mask=mask, other=0.0) * left[:, None] + y[:, None] * u[None, :]
         tl.store(S_new + where, state, mask=mask)
         num += tl.sum(state * x[:, None], 0)
         if NORMALISE:
-            sums = tl.load(z + row * r + c, mask=real, other=0.0) * keep + y
+            sums = tl.load(z + row * r + c, mask=real, other=0.0) * left + y
             den += tl.sum(sums * x, 0)
             if part == 0:
                 tl.store(z_new + row * r + c, sums, mask=real)
