@@ -178,3 +178,18 @@ def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ..
     for at in product(*(range(size) for size in lead)):
         index = whole + tuple(a if size > 1 else slice(None) for a, size in zip(at, lead, strict=True))
         yield index, query_ids[at], key_ids[at]
+
+
+def differ_by_head(segments: Segments) -> bool:
+    """Whether heads, the last batch axis, have segments of their own."""
+    parts = segments if isinstance(segments, tuple) else (segments,)
+    return any(ids.ndim > 1 and ids.shape[-2] > 1 for ids in parts)
+
+
+def of_head(segments: Segments, head: int) -> Segments:
+    """The segments of one head."""
+
+    def select(ids: Tensor) -> Tensor:
+        return ids if ids.ndim < 2 else ids.select(-2, head if ids.shape[-2] > 1 else 0)
+
+    return (select(segments[0]), select(segments[1])) if isinstance(segments, tuple) else select(segments)

@@ -35,8 +35,10 @@ from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.linformer_sparse import LinformerSparse
 from heedful.mechanisms.lowrank_sparse import LowRankSparse
+from heedful.mechanisms.memory import ExternalMemory, KeyValueMemory
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
+from heedful.mechanisms.perceiver import Perceiver
 from heedful.mechanisms.quadratic import Quadratic, identity, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
@@ -63,13 +65,16 @@ __all__ = [
     "CATALOG",
     "DilatedSoftmax",
     "Entry",
+    "ExternalMemory",
     "FixedPattern",
     "GatedLinear",
+    "KeyValueMemory",
     "Linear",
     "LinformerSparse",
     "LowRankSparse",
     "Mixture",
     "Paper",
+    "Perceiver",
     "Quadratic",
     "Retention",
     "Softmax",
@@ -325,6 +330,14 @@ def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None)
     return TopK(k, pattern, scale)
 
 
+def _perceiver(d: int, latents: int = 256, rounds: int = 2, heads: int = 1) -> Perceiver:
+    return Perceiver(d, latents, rounds=rounds, heads=heads)
+
+
+def _memory(before: int = 512, k: int = 32, heads: int = 1) -> ExternalMemory:
+    return ExternalMemory(before, k, heads=heads)
+
+
 def _mixture(heads: int = 8, causal: bool = False) -> Mixture:
     kinds = ("left",) if causal else ("current", "previous", "next", "left", "right", "start", "end")
     fixed = [FixedPattern(kinds[head % len(kinds)]) for head in range(heads - 1)]
@@ -356,6 +369,7 @@ QIN = Paper("Qin et al.", 2022, "arXiv:2202.08791")
 ARORA = Paper("Arora et al.", 2024, "arXiv:2402.18668")
 ZHANG = Paper("Zhang et al.", 2024, "arXiv:2402.04347")
 SUN = Paper("Sun et al.", 2023, "arXiv:2307.08621")
+JAEGLE = Paper("Jaegle et al.", 2021, "arXiv:2103.03206")
 YANG = Paper("Yang et al.", 2023, "arXiv:2312.06635")
 RAGANATO = Paper("Raganato et al.", 2020, "arXiv:2002.10260")
 PENG = Paper("Peng et al.", 2021, "arXiv:2103.02143")
@@ -434,6 +448,10 @@ _ENTRIES = (
     Entry("retention", _retention, "decay", "q·k fading by λ a token", SUN, "N·r"),
     Entry("retention-norm", _retention_normalised, "decay", "elu + 1 features fading by λ a token", SUN, "N·r"),
     Entry("gla", _gla, "decay", "q·k fading channel by channel, as the keys say", YANG, "N·r"),
+    Entry("perceiver", _perceiver, "latent and memory", "r learned latents between keys and queries", JAEGLE, "N·r",
+          {"latents": 8}),
+    Entry("memory", _memory, "latent and memory", "the last w keys, and the k nearest before them", WU, "N²",
+          {"before": 5, "k": 4}),
     Entry("mixture", _mixture, "combinations", "each head its own: seven fixed, one learned", RAGANATO, "each head's"),
     Entry("sum", _sum, "combinations", "mechanisms added up: a window and a linear one", WU, "N·(w+r)", {"before": 5}),
     Entry("gated-sum", _gated_sum, "combinations", "mechanisms weighed by a learned gate", WU, "N·(w+r)",

@@ -21,7 +21,7 @@ from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
-from heedful.segments import Segments, per_segment, resolve, take_tokens
+from heedful.segments import Segments, differ_by_head, of_head, per_segment, resolve, take_tokens
 from heedful.shapes import Float, Tensor
 
 PROJECTIONS = ("learned", "pooled", "random")
@@ -110,7 +110,7 @@ class Linformer(Mechanism):
         E, F = self._projections()
         if segments is None:
             return self._attend(E, F, q, k, v)
-        if self.heads == 1 or not _differ_by_head(segments):
+        if self.heads == 1 or not differ_by_head(segments):
             return per_segment(partial(self._attend, E, F), q, k, v, segments)
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
@@ -118,7 +118,7 @@ class Linformer(Mechanism):
         for head in range(self.heads):
             attend = partial(self._attend, E[head], F[head])
             each = q.select(-3, head), k.select(-3, head), v.select(-3, head)
-            rows.append(per_segment(attend, each[0], each[1], each[2], _of_head(segments, head)))
+            rows.append(per_segment(attend, each[0], each[1], each[2], of_head(segments, head)))
         return torch.stack(rows, -3)
 
     def _attend(
@@ -195,15 +195,3 @@ def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
     """Each row the mean of one piece."""
     pieces = torch.arange(length).tensor_split(rank)
     return torch.stack([torch.zeros(length).index_fill(0, piece, 1 / len(piece)) for piece in pieces])
-
-
-def _differ_by_head(segments: Segments) -> bool:
-    parts = segments if isinstance(segments, tuple) else (segments,)
-    return any(ids.ndim > 1 and ids.shape[-2] > 1 for ids in parts)
-
-
-def _of_head(segments: Segments, head: int) -> Segments:
-    def select(ids: Tensor) -> Tensor:
-        return ids if ids.ndim < 2 else ids.select(-2, head if ids.shape[-2] > 1 else 0)
-
-    return (select(segments[0]), select(segments[1])) if isinstance(segments, tuple) else select(segments)

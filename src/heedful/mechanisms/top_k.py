@@ -37,7 +37,7 @@ class TopKRows:
     def weights(self, scores, tile: Tile, bias, parameters):
         scores = tile.lower(scores)
         if scores.shape[-1] > self.k:
-            scores = scores.masked_fill(~_largest(scores.detach(), self.k), -inf)
+            scores = scores.masked_fill(~largest(scores.detach(), self.k), -inf)
         dead = tile.blind
         if dead is None:
             return scores.softmax(-1)
@@ -47,7 +47,7 @@ class TopKRows:
         return grad.sub_(dot).mul_(weights)
 
 
-def _largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
+def largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
     """The k largest of each row, the first of equal ones. (`topk` alone breaks ties as it likes.)"""
     least = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
     kept = scores >= least

@@ -1,0 +1,274 @@
+"""External memory (Wu et al. 2022, arXiv:2203.08913): the k nearest keys of the past, joined with local attention.
+
+    matrix      A = g · A_far + (1 − g) · A_near,   g = σ(γ) of the head;   rows that have one part only: that part
+                A_near: softmax over the last w keys and one's own;   A_far: over the k largest scores before them
+    fast        causal tiles; each row falls apart into near and far, the k-th largest far score is a threshold
+    recurrence  append k_t, v_t to what is kept: everything is, since any key may be nearest to a later query
+    cost        2 · pairs · (d + e) flops, state (d + e) · m
+
+The memory is made of keys and values that are given, never of something the mechanism holds: then A depends on q and k
+alone, two calls give the same, and gradients, segments and streams are those of any mechanism. What outlives a
+call is either the state of `prefill` and `step`, or a `KeyValueMemory`, which puts what it holds before the keys of
+the next call: n queries and l + m keys, the queries being the last, as with any cache. Near keys then
+reach into the store across the border, as those of a Transformer-XL do in the paper.
+
+Of equal scores the earlier key is nearer. Scores are computed in float32 or better, in the matrix too (see `TopK`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from heedful.core import check_inputs
+from heedful.kernels.blocked import reference
+from heedful.kernels.blocked.tiles import BUDGET, Tile, pick, with_axes
+from heedful.kernels.dispatch import Backend, Kernel, as_given
+from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.top_k import largest
+from heedful.patterns import Causal, Window
+from heedful.segments import visible
+from heedful.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class MemoryRows:
+    """Near softmax and far top-k softmax in one row; a row with nothing to see stays zero."""
+
+    k: int
+    before: int
+    gate: Tensor
+    bias: None = None
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.gate,)
+
+    def weights(self, scores, tile: Tile, bias, parameters):
+        gate = pick(with_axes(parameters[0], scores.ndim - 2 + len(tile.batch), 0), tile.batch)[..., None, None]
+        scores = tile.lower(scores)
+        near = tile.j >= tile.i - self.before
+        hide = torch.where(near, 0.0, -inf), torch.where(near, -inf, 0.0)  # adding is faster than filling by a mask
+        local, far = scores + hide[0].to(scores.dtype), scores + hide[1].to(scores.dtype)
+        if scores.shape[-1] > self.k:
+            far = far.masked_fill(~largest(far.detach(), self.k), -inf)
+        local, has_local = _softmax(local)
+        far, has_far = _softmax(far)
+        share = gate.to(scores.dtype).sigmoid()
+        share = torch.where(has_far, torch.where(has_local, share, 1), 0)
+        return share * far + (1 - share) * local
+
+    def pull_back(self, weights, grad, dot):
+        return None
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of each row, zeros where it is −∞ throughout, and which rows are not."""
+    some = scores.detach().amax(-1, keepdim=True) > -inf
+    if some.all():
+        return scores.softmax(-1), some
+    return torch.where(some, scores.masked_fill(~some, 0).softmax(-1), 0), some
+
+
+class ExternalMemory(Scored):
+    """Attention to the last keys, and to the k nearest of all those before.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 1, 8, 1000, 16).unbind()
+    >>> attend = h.ExternalMemory(before=64, k=8, heads=8)
+    >>> attend(q, k, v).shape
+    torch.Size([1, 8, 1000, 16])
+
+    With a store, what earlier calls saw can be attended to as well:
+
+    >>> store = h.KeyValueMemory(4096, d=16, e=16, batch=(1, 8))
+    >>> for q, k, v in torch.randn(3, 3, 1, 8, 100, 16):
+    ...     out = attend(q, *store.before(k, v))
+    ...     store.add(k, v)
+    >>> len(store), out.shape
+    (300, torch.Size([1, 8, 100, 16]))
+
+    before   w, how many keys before one's own are local, as in `Window`
+    k        how many of the others are looked up
+    heads    1: one gate for all heads; more: each has its own, heads being the last batch axis
+    scale    factor of q·k; d^-½ by default
+
+    The gate γ is learned and starts at 0: half of the weight for each part. Which keys are looked up has no gradient.
+    """
+
+    kernel = Kernel("external_memory", Backend("torch", reference.blocked, reference.objections))
+
+    def __init__(self, before: int = 512, k: int = 32, *, heads: int = 1, scale: float | None = None):
+        super().__init__(Causal(), scale)
+        for name, value, least in (("before", before, 0), ("k", k, 1), ("heads", heads, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected an integer ≥ {least}, got {value!r}.")
+        self.before, self.k, self.heads = before, k, heads
+        self.gate = nn.Parameter(torch.zeros(() if heads == 1 else heads))
+
+    def rows(self) -> MemoryRows:
+        return MemoryRows(self.k, self.before, self.gate)
+
+    def matrix(self, q, k, *, segments=None):
+        self._check(q, k, segments=segments)
+        n, m = q.shape[-2], k.shape[-2]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        with as_given(q):
+            z = (q.to(wide) * self.score_scale(q.shape[-1])) @ k.to(wide).mT
+        sees = visible(self.pattern, n, m, segments, q.device)
+        near = visible(Window(self.before), n, m, segments, q.device)
+        far = z.detach().masked_fill(~sees | near, -inf)
+        rank = far.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        far = sees & ~near & (rank < self.k)
+        gate = self.gate[..., None, None].to(wide).sigmoid().expand(*z.shape[:-1], 1)
+        gate = gate.masked_fill(~far.any(-1, keepdim=True), 0)
+        return (gate * _normalised(z, far) + (1 - gate) * _normalised(z, near)).to(q.dtype)
+
+    def forward(self, q, k, v, *, segments=None):
+        self._check(q, k, v, segments=segments)
+        return super().forward(q, k, v, segments=segments)
+
+    def step(self, state, q, k, v):
+        self._check(q, k, v)
+        return super().step(state, q, k, v)
+
+    def _check(self, *qkv, segments=None) -> None:
+        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        if self.heads > 1 and batch[-1:] != (self.heads,):
+            raise ValueError(
+                f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "
+                "own gate. Likely cause: the mechanism was built for another layer; heads=1 shares one among all."
+            )
+
+    def extra_repr(self) -> str:
+        parts = [f"before={self.before}, k={self.k}"]
+        parts += [f"heads={self.heads}"] * (self.heads > 1) + [f"scale={self.scale}"] * (self.scale is not None)
+        return ", ".join(parts)
+
+
+def _normalised(z: Tensor, where: Tensor) -> Tensor:
+    """exp(z) over its sum, both over `where`; zeros where that is nothing."""
+    z = z.masked_fill(~where, -inf)
+    total = z.logsumexp(-1, keepdim=True)
+    return (z - total.masked_fill(total == -inf, 0)).exp()
+
+
+class Nearest(NamedTuple):
+    """What a store found for each query, the nearest first."""
+
+    scores: Float[Tensor, "*b n c"]
+    k: Float[Tensor, "*b n c d"]
+    v: Float[Tensor, "*b n c e"]
+
+
+class KeyValueMemory(nn.Module):
+    """A store of keys and values that outlives calls: the last `capacity` tokens that were added.
+
+    >>> import torch
+    >>> store = KeyValueMemory(3, d=1, e=1)
+    >>> store.add(torch.tensor([[0.0], [1.0]]), torch.tensor([[10.0], [11.0]]))
+    >>> store.add(torch.tensor([[2.0], [3.0]]), torch.tensor([[12.0], [13.0]]))
+    >>> keys, values = store.before(torch.tensor([[9.0]]), torch.tensor([[19.0]]))
+    >>> keys.flatten().tolist(), values.flatten().tolist()
+    ([1.0, 2.0, 3.0, 9.0], [11.0, 12.0, 13.0, 19.0])
+    >>> store.nearest(torch.tensor([[1.0], [-1.0]]), 2).v.flatten(-2).tolist()
+    [[13.0, 12.0], [11.0, 12.0]]
+
+    Its buffers have a fixed size, so a state_dict of one store fits another of the same sizes. No gradient goes into
+    it, as in the paper: the tokens of earlier calls are what they were.
+
+    batch    batch axes, heads last; all rows of a batch hold equally many tokens
+    dtype    of what is stored; what is read is in the dtype of what was asked with
+    """
+
+    k: Tensor
+    v: Tensor
+    length: Tensor
+
+    def __init__(self, capacity: int, d: int, e: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None):
+        super().__init__()
+        if not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity: expected an integer ≥ 1, the number of tokens to keep, got {capacity!r}.")
+        self.capacity = capacity
+        self.register_buffer("k", torch.zeros(*batch, capacity, d, dtype=dtype))
+        self.register_buffer("v", torch.zeros(*batch, capacity, e, dtype=dtype))
+        self.register_buffer("length", torch.zeros((), dtype=torch.long))
+
+    def __len__(self) -> int:
+        """How many tokens it holds."""
+        return int(self.length)
+
+    @torch.no_grad()
+    def add(self, k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"]) -> None:
+        """Append tokens; beyond the capacity the oldest go."""
+        self._check(k, v)
+        for name, x in (("k", k), ("v", v)):
+            kept = getattr(self, name)
+            more = x[..., max(0, x.shape[-2] - self.capacity) :, :].to(kept).expand(*kept.shape[:-2], -1, -1)
+            setattr(self, name, torch.cat([kept[..., more.shape[-2] :, :], more], -2))
+        self.length = (self.length + k.shape[-2]).clamp(max=self.capacity)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.length = torch.zeros_like(self.length)
+
+    def before(
+        self, k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"]
+    ) -> tuple[Float[Tensor, "*b l d"], Float[Tensor, "*b l e"]]:
+        """What it holds, oldest first, and then k and v: what a causal mechanism takes for the keys of its queries."""
+        self._check(k, v)
+        keys, values = self._held()
+        return _joined(keys, k), _joined(values, v)
+
+    def nearest(self, q: Float[Tensor, "*#b n d"], count: int) -> Nearest:
+        """The `count` tokens (or all, where it holds fewer) with the largest q·k; of equal ones the older is nearer."""
+        keys, values = self._held()
+        if q.shape[-1] != keys.shape[-1]:
+            raise ValueError(f"q: width {q.shape[-1]} {tuple(q.shape)}, expected {keys.shape[-1]} as in the store.")
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores_a_row = prod(torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])) * keys.shape[-2]
+        with as_given(q):
+            parts = [
+                (rows.to(wide) @ keys.to(wide).mT).sort(dim=-1, descending=True, stable=True)
+                for rows in q.split(max(1, BUDGET // max(1, scores_a_row)), -2)
+            ]
+        scores, index = (torch.cat([part[at][..., :count] for part in parts], -2) for at in (0, 1))
+        found = (
+            x.expand(*index.shape[:-2], *x.shape[-2:])
+            .gather(-2, index.flatten(-2)[..., None].expand(*index.shape[:-2], -1, x.shape[-1]))
+            .unflatten(-2, index.shape[-2:])
+            .to(q.dtype)
+            for x in (keys, values)
+        )
+        return Nearest(scores.to(q.dtype), *found)
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        empty = self.capacity - len(self)
+        return self.k[..., empty:, :], self.v[..., empty:, :]
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        for name, x, own in (("k", k, self.k), ("v", v, self.v)):
+            fits = x.ndim >= 2 and x.shape[-1] == own.shape[-1] and x.shape[-2] == k.shape[-2]
+            try:
+                fits = fits and torch.broadcast_shapes(x.shape[:-2], own.shape[:-2]) == own.shape[:-2]
+            except RuntimeError:
+                fits = False
+            if not fits:
+                wanted = ", ".join(map(str, (*own.shape[:-2], "tokens", own.shape[-1])))
+                raise ValueError(
+                    f"{name}: {tuple(x.shape)}, expected ({wanted}), with as many tokens in k and v. Likely cause: a "
+                    "store that was made for another layer or batch."
+                )
+
+    def extra_repr(self) -> str:
+        return f"{len(self)} of {self.capacity} tokens, d={self.k.shape[-1]}, e={self.v.shape[-1]}"
+
+
+def _joined(held: Tensor, x: Tensor) -> Tensor:
+    batch = torch.broadcast_shapes(held.shape[:-2], x.shape[:-2])
+    return torch.cat([held.to(x).expand(*batch, -1, -1), x.expand(*batch, -1, -1)], -2)
