@@ -111,3 +111,15 @@ def test_inputs_of_another_layer_are_named():
         h.GatedLinear(16).double()(q, k, v)
     with pytest.raises(ValueError, match="heads = 3"):
         h.GatedLinear(8, heads=3).double()(q, k, v)
+
+
+@pytest.mark.parametrize("feature_map", [h.Taylor(), h.CosFormer(4096)], ids=lambda x: type(x).__name__)
+def test_each_feature_has_its_gate(feature_map):
+    """Maps that widen, that turn with position: under packing, where positions begin anew."""
+    q, k, v = drawn(90)
+    attend = h.GatedLinear(8, 2, feature_map=feature_map, normalise=True).double()
+    assert attend.log_gates(k).shape[-1] == feature_map.dim(8)
+    ids = torch.tensor([0] * 40 + [-1] * 5 + [1] * 45)
+    torch.testing.assert_close(attend(q, k, v, segments=ids), attend.matrix(q, k, segments=ids) @ v)
+    alone = attend(*(x[..., 45:, :] for x in (q, k, v)))
+    torch.testing.assert_close(attend(q, k, v, segments=ids)[..., 45:, :], alone)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heedful.kernels.chunked_linear.reference import LinearState
+import heedful.kernels.gated_linear as gated_package
+from heedful.kernels.chunked_linear.reference import LinearState, chunked_linear
+from heedful.kernels.dispatch import Backend
+from heedful.kernels.gated_linear import gated_linear as gated_linear_kernel
 from heedful.kernels.gated_linear import reference
 from heedful.kernels.gated_linear.reference import gated_linear
 
@@ -61,6 +64,14 @@ def fast(q, k, v, g, segments=None):
 def test_it_is_the_recurrence_with_its_gradients(n, kind):
     inputs = drawn(n, kind)
     for one, other in zip(results(fast, inputs), results(replay, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_one_gate_serves_all_channels(kind):
+    q, k, v, g = drawn(150, kind)
+    wide = results(lambda q, k, v, g: replay(q, k, v, g.expand_as(q)), (q, k, v, g[..., :1]))
+    for one, other in zip(results(fast, (q, k, v, g[..., :1])), wide, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -133,7 +144,7 @@ def test_what_it_can_not_take_it_says():
     q, k, v, g = drawn(10, "mild")
     back = torch.tensor([0] * 4 + [1] * 3 + [0] * 3).expand(2, -1)
     for wrong, said in (
-        (dict(log_decay=g[..., :1]), "one for each channel"),
+        (dict(log_decay=g[..., :2]), "one for each channel"),
         (dict(log_decay=g, feature="exp"), "feature must be one of"),
         (dict(log_decay=g, segments=back), "comes back"),
         (dict(log_decay=g, segments=back[:1]), "segments must be"),
@@ -141,3 +152,30 @@ def test_what_it_can_not_take_it_says():
     ):
         with pytest.raises(ValueError, match=said):
             gated_linear(q, k, v, **wrong)
+
+
+def test_a_backend_that_needs_one_gate_a_head_says_so():
+    q, k, v, g = drawn(10, "mild")
+    said = gated_linear_kernel.explain(q, k, v, log_decay=g)
+    assert "not one for each channel" in said and said.endswith("→ torch")
+    assert "run on a GPU" in gated_linear_kernel.explain(q, k, v, log_decay=g[..., :1])
+
+
+def test_triton_takes_one_gate_a_head_as_a_decay(monkeypatch):
+    """What the Triton form is called with is the decay that gives the same result."""
+    q, k, v, g = drawn(150, "strong")
+    taken = Backend("triton", chunked_linear, lambda *args, **options: [])
+    monkeypatch.setattr(gated_package, "_decay", taken)
+    ids = torch.tensor([0] * 70 + [1] * 80).expand(2, -1)
+    out, state = gated_linear_kernel(q, k, v, log_decay=g[..., :1], segments=ids, normalise=False)
+    want, last = gated_linear(q, k, v, log_decay=g[..., :1], segments=ids)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(state.S, last.S)
+
+
+def test_nothing_larger_than_the_inputs_is_kept_for_the_backward_pass():
+    q, k, v, g = (x.requires_grad_() for x in drawn(1000, "mild"))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        gated_linear(q, k, v, log_decay=g)
+    assert max(kept) == q.numel() and sum(kept) < 8 * q.numel()

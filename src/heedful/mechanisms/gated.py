@@ -7,12 +7,11 @@ recurrence  S_t = diag(α_t) S_{t-1} + φ(k_t) v_tᵀ,  z_t = α_t ∘ z_{t-1} +
 cost        2n((c − 1)(r + e)/2 + 2re) + 2m ρ(d + r) flops, state re, or r(e + 1) with the normaliser
 
 The gate is a function of the key, so that A depends on q and k alone; in the paper it is one of the layer's input, as
-the key is. One gate for a whole head is a decay that differs from token to token: `chunked_linear` takes it.
+the key is. One gate for a whole head is the decay of Retention, chosen anew by each token.
 """
 
 from __future__ import annotations
 
-from math import log
 from typing import Literal
 
 import torch
@@ -21,7 +20,6 @@ from torch import nn
 
 from heedful.core import Cost, Dims, check_inputs
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
-from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.gated_linear.reference import CHUNK
@@ -53,6 +51,8 @@ class GatedLinear(Featured):
     seed          of W and U, uniform as in a linear layer; β starts at 0
     """
 
+    kernel = gated_linear
+
     def __init__(
         self,
         d: int,
@@ -80,7 +80,6 @@ class GatedLinear(Featured):
         if gate not in GATES:
             raise ValueError(f"gate: expected one of {', '.join(GATES)}, got {gate!r}.")
         self.d, self.heads, self.gate, self.rank, self.tau = d, heads, gate, rank, tau
-        self.kernel = gated_linear if gate == "channel" else chunked_linear
         width = self.feature_map.dim(d) if gate == "channel" else 1
         generator = torch.Generator().manual_seed(seed)
         lead = () if heads == 1 else (heads,)
@@ -141,10 +140,6 @@ class GatedLinear(Featured):
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         g = self.log_gates(k)
         g = g.expand(*batch, *g.shape[-2:]).reshape(*inputs[0].shape[:2], *g.shape[-2:])
-        if self.gate == "head":
-            # sums of gates stay small, and with them the roundings of their differences; below, exp() is 0 anyway
-            kind = torch.finfo(g.dtype)
-            return inputs, options | {"log_decay": g[..., 0].clamp(min=log(kind.smallest_normal * kind.eps))}
         del options["causal"]
         return inputs, options | {"log_decay": g}
 
@@ -156,8 +151,6 @@ class GatedLinear(Featured):
         width = self.U.shape[-2]
         gates = 2 * dims.batch * dims.m * self.rank * (self.d + width)
         plain = super().cost(dims)
-        if self.gate == "head":
-            return Cost(plain.flops + gates, plain.bytes, plain.state)
         r, e, tokens = self.feature_map.dim(dims.d), dims.e + self.normalise, max(dims.n, dims.m)
         inside = (min(CHUNK, tokens) - 1) * (r + e)
         return Cost(dims.batch * tokens * (inside + 4 * r * e) + gates, plain.bytes, plain.state)

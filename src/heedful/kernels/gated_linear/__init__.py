@@ -1,8 +1,37 @@
-"""Linear attention with a gate for each channel, segments and state, in plain torch."""
+"""Linear attention with gates that differ from token to token, segments and state.
+
+One signature: a gate for each channel in plain torch; one for the whole head there, and in Triton as a decay of
+`chunked_linear`.
+"""
 
 from __future__ import annotations
 
+from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.dispatch import Backend, Kernel
 from heedful.kernels.gated_linear import reference
 
-gated_linear = Kernel("gated_linear", Backend("torch", reference.gated_linear, reference.objections))
+_decay = chunked_linear.backends["triton"]
+LEAST = -104.0  # exp() of it is 0 in float32; sums of such gates stay small, and so do the roundings of differences
+
+
+def _as_decay(q, k, v, *, log_decay, **options):
+    return (q, k, v), options | {"causal": True, "log_decay": log_decay[..., 0].clamp(min=LEAST)}
+
+
+def _triton_run(*args, **kwargs):
+    args, kwargs = _as_decay(*args, **kwargs)
+    return _decay.run(*args, **kwargs)
+
+
+def _triton_objections(*args, **kwargs) -> list[str]:
+    if kwargs["log_decay"].shape[-1] != 1:
+        return ["only one gate for a whole head has a Triton form, not one for each channel."]
+    args, kwargs = _as_decay(*args, **kwargs)
+    return _decay.objections(*args, **kwargs)
+
+
+gated_linear = Kernel(
+    "gated_linear",
+    Backend("triton", _triton_run, _triton_objections),
+    Backend("torch", reference.gated_linear, reference.objections),
+)

@@ -38,8 +38,9 @@ def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segme
     said = []
     if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
         said.append(f"k must be {tuple(q.shape)} like q and v as long, got {tuple(k.shape)} and {tuple(v.shape)}.")
-    if log_decay.shape != q.shape:
-        said.append(f"log_decay must be {tuple(q.shape)}, one for each channel, got {tuple(log_decay.shape)}.")
+    if log_decay.shape not in (q.shape, (*q.shape[:-1], 1)):
+        shapes = f"{tuple(q.shape)}, one for each channel, or {(B, H, n, 1)}"
+        said.append(f"log_decay must be {shapes}, got {tuple(log_decay.shape)}.")
     if not all(x.is_floating_point() for x in (q, k, v, log_decay)):
         said.append(f"q, k, v, log_decay must be floating point, got {q.dtype}, {k.dtype}, {v.dtype}.")
     if feature not in FEATURES:
@@ -72,7 +73,9 @@ def gated_linear(
     segments: Tensor | None = None,
     state: LinearState | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Gated linear attention and the state after the last token; log_decay (B, H, n, r) ≤ 0, −∞ for a shut gate.
+    """Gated linear attention and the state after the last token; log_decay ≤ 0, −∞ for a shut gate.
+
+    log_decay is (B, H, n, r), or (B, H, n, 1) where all channels have the same.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> g = -torch.rand(1, 2, 10, 4)
@@ -283,6 +286,7 @@ class _Gated(torch.autograd.Function):
         dg = None
         if ctx.needs_input_grad[3]:
             # differences of large sums: float64 keeps them over long sequences
-            change = (x.double() * dx - y.double() * dy).flip(-2).cumsum(-2).flip(-2)
-            dg = (change + (last.double() * dlast).sum(-1)[..., None, :]).to(g.dtype)
+            change = (x.double() * dx - y.double() * dy).sum_to_size(g.shape).flip(-2).cumsum(-2).flip(-2)
+            kept = (last.double() * dlast).sum(-1)[..., None, :]
+            dg = (change + kept.sum_to_size(*g.shape[:2], 1, g.shape[-1])).to(g.dtype)
         return dx, dy, du, dg, R, None
