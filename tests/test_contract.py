@@ -201,6 +201,9 @@ def calls(draw, full: bool):
 
 PROPERTY = [
     "softmax",
+    "gla",
+    "memory",
+    "perceiver",
     "l2",
     "window-sinks",
     "sparse-fixed",

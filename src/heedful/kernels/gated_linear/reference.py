@@ -269,24 +269,28 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dout, dlast):
         x, y, u, g, S, run, last = ctx.saved_tensors
-        dx, dy, du = (torch.empty_like(t) for t in (x, y, u))
+        dx, dy, du, dg = (torch.empty_like(t) for t in (x, y, u, g))
         for span in _spans(x, u):
             group = _Group(g, run, *span)
             before, S = group.states(group.cut(y), group.cut(u), S)
             group.join(dx, group.into * (group.cut(dout) @ before.mT))
-        R = dlast
+        R, after_it = dlast, _of_gates((last.double() * dlast).sum(-1)[..., None, :], g)
         for span in reversed(_spans(x, u)):
             group = _Group(g, run, *span)
             X, Y, U, D = (group.cut(t) for t in (x, y, u, dout))
             after, R = group.adjoint_states(X, D, R)
             dX, dY, dU = _inside_backward(group, X, Y, U, D)
-            group.join(dx, dX + group.cut(dx))
-            group.join(dy, dY + group.leave * (U @ after.mT))
-            group.join(du, dU + (Y * group.leave) @ after)
-        dg = None
-        if ctx.needs_input_grad[3]:
+            dX, dY = dX + group.cut(dx), dY + group.leave * (U @ after.mT)
             # differences of large sums: float64 keeps them over long sequences
-            change = (x.double() * dx - y.double() * dy).sum_to_size(g.shape).flip(-2).cumsum(-2).flip(-2)
-            kept = (last.double() * dlast).sum(-1)[..., None, :]
-            dg = (change + kept.sum_to_size(*g.shape[:2], 1, g.shape[-1])).to(g.dtype)
+            change = _of_gates((X.double() * dX - Y.double() * dY).flatten(-3, -2), g)
+            change = change.flip(-2).cumsum(-2).flip(-2) + after_it
+            after_it = change[..., :1, :]
+            for target, part in ((dx, dX), (dy, dY), (du, dU + (Y * group.leave) @ after)):
+                group.join(target, part)
+            dg[..., group.a : group.z, :] = change[..., : group.z - group.a, :]
         return dx, dy, du, dg, R, None
+
+
+def _of_gates(x: Tensor, g: Tensor) -> Tensor:
+    """Channel by channel, or summed over those that share a gate."""
+    return x if g.shape[-1] == x.shape[-1] else x.sum(-1, keepdim=True)
