@@ -167,7 +167,7 @@ def test_the_example_of_check_mechanism_passes(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert "PrefixMean(Causal()): 25 passed, 0 failed, 4 does not apply" in run.stdout
+    assert "PrefixMean(Causal()): 25 passed, 0 failed, 5 does not apply" in run.stdout
 
 
 # Shapes and layouts at random.
