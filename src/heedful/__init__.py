@@ -23,6 +23,7 @@ from heedful.feature_maps import (
     Taylor,
 )
 from heedful.kernels.dispatch import backend
+from heedful.measures import concentration, entropy, positional_pattern, row_statistics, sink_mass
 from heedful.mechanisms import (
     CATALOG,
     DilatedSoftmax,
@@ -125,11 +126,16 @@ __all__ = [
     "backend",
     "build",
     "check_finite",
+    "concentration",
+    "entropy",
     "forest",
     "group_heads",
     "identity",
     "nn",
+    "positional_pattern",
     "relu2",
+    "row_statistics",
     "segments",
+    "sink_mass",
     "testing",
 ]

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.row_statistics.reference import by_blocks
+from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.operator import AttentionOperator
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
@@ -126,6 +128,20 @@ class Mechanism(nn.Module, ABC):
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 
+    def row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
+        """Sums over the rows of A. Override where rows come cheaper than by the adjoint on unit vectors."""
+        n, m = q.shape[-2], k.shape[-2]
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        _, adjoint = self.products(q, k, segments=segments)
+
+        def rows(part: slice) -> Tensor:
+            unit = q.new_zeros(n, part.stop - part.start)
+            unit.diagonal(-part.start).fill_(1)
+            return adjoint(unit.expand(*batch, -1, -1)).mT
+
+        layout = resolve(segments, n, m, q.device)
+        return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
+
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
         """Which backend a call would run on, and why not the others."""
         return f"{type(self).__name__}: plain torch, no kernel to choose"
@@ -143,6 +159,8 @@ class Mechanism(nn.Module, ABC):
             apply,
             adjoint,
             lambda: self.matrix(q, k, segments=segments),
+            lambda request: self.row_sums(q, k, request, segments=segments),
+            resolve(segments, q.shape[-2], k.shape[-2], q.device),
         )
 
     def extra_repr(self) -> str:

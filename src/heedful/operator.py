@@ -7,6 +7,9 @@ from typing import final
 
 import torch
 
+from heedful.kernels.row_statistics.reference import by_blocks
+from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.segments import Layout, resolve
 from heedful.shapes import Float, Int, Tensor
 
 
@@ -32,6 +35,8 @@ class AttentionOperator:
         apply: Callable[[Tensor], Tensor],
         adjoint: Callable[[Tensor], Tensor],
         dense: Callable[[], Tensor],
+        row_sums: Callable[[Request], RowSums] | None = None,
+        layout: Layout | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -39,6 +44,8 @@ class AttentionOperator:
         self._apply = apply
         self._adjoint = adjoint
         self._dense = dense
+        self._row_sums = row_sums
+        self.layout = resolve(None, self.shape[-2], self.shape[-1], device) if layout is None else layout
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
@@ -66,7 +73,13 @@ class AttentionOperator:
         """The adjoint."""
         *batch, n, m = self.shape
         return AttentionOperator(
-            (*batch, m, n), self.dtype, self.device, self._adjoint, self._apply, lambda: self._dense().mT
+            (*batch, m, n),
+            self.dtype,
+            self.device,
+            self._adjoint,
+            self._apply,
+            lambda: self._dense().mT,
+            layout=Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
         )
 
     def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
@@ -75,6 +88,12 @@ class AttentionOperator:
         unit = torch.zeros(self.shape[-2], len(index), dtype=self.dtype, device=self.device)
         unit[index, torch.arange(len(index), device=self.device)] = 1
         return (self.mT @ unit).mT
+
+    def row_sums(self, request: Request) -> RowSums:
+        """Sums over every row, in blocks of rows: what `heedful.row_statistics` is made of."""
+        if self._row_sums is not None:
+            return self._row_sums(request)
+        return by_blocks(self.rows, self.shape, self.layout, None, request, self.dtype, self.device)
 
     def to_dense(self) -> Float[Tensor, "*b n m"]:
         """The matrix itself, by the mechanism's definition: n × m numbers for each head."""

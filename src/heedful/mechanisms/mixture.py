@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
+from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
@@ -115,6 +116,17 @@ class Mixture(Mechanism):
             return self._join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
 
         return lambda x: self(q, k, x, segments=segments), adjoint
+
+    def row_sums(self, q, k, request, *, segments=None):
+        self._check(q, k, segments=segments)
+        if self.kv_heads is not None:  # the pieces of a table of heads do not join along one axis
+            return super().row_sums(q, k, request, segments=segments)
+        found = []
+        for (first, size), (part, (own_q, own_k), ids) in zip(self._runs(), self._split(segments, q, k), strict=True):
+            heads = slice(first, first + size)
+            own = replace(request, targets=_if_any(request.targets, heads), columns=_if_any(request.columns, heads))
+            found.append(part.row_sums(own_q, own_k, own, segments=ids))
+        return RowSums.join(found, max(q.ndim, k.ndim) - 3)
 
     def cost(self, dims: Dims) -> Cost:
         costs = [part.cost(replace(dims, batch=size)) for part, size in self._sized()]
@@ -300,6 +312,10 @@ def _take(x: Tensor, axis: int, part: slice) -> Tensor:
     if x.ndim < -axis or x.shape[axis] == 1:
         return x
     return x.narrow(axis, part.start, part.stop - part.start)
+
+
+def _if_any(x: Tensor | None, heads: slice) -> Tensor | None:
+    return None if x is None else _take(x, -3, heads)
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[slice, slice]]:

@@ -16,6 +16,7 @@ from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_tok
 from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel, as_given
+from heedful.kernels.row_statistics import row_statistics
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
@@ -64,6 +65,10 @@ class Scored(RecurrentMechanism):
                 return blocked_adjoint(*self._kernel_inputs(q, k, y, segments))
 
         return lambda x: self(q, k, x, segments=segments), adjoint
+
+    def row_sums(self, q, k, request, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
 
     def _kernel_inputs(self, q, k, v, segments):
         return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])

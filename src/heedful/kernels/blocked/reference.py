@@ -79,7 +79,7 @@ def blocked_adjoint(
     scale: float,
 ) -> Float[Tensor, "*b m e"]:
     """Aᵀ Y, without the gradients in q and k and without the matrix. (Call it under `as_given`, as `Kernel` does.)"""
-    work = _Work(q, k, y, rows.bias, pattern, segments, scale)
+    work = Work(q, k, y, rows.bias, pattern, segments, scale)
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
         weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
@@ -87,7 +87,7 @@ def blocked_adjoint(
     return out.to(y.dtype)
 
 
-class _Work:
+class Work:
     """The inputs with equal numbers of batch axes, cut into tiles in the precision of the computation."""
 
     def __init__(self, q, k, v, bias, pattern, segments, scale):
@@ -141,7 +141,7 @@ class _Work:
 class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, rows, pattern, segments, scale, *parameters):
-        work = _Work(q, k, v, bias, pattern, segments, scale)
+        work = Work(q, k, v, bias, pattern, segments, scale)
         out = q.new_zeros(*work.batch, work.n, v.shape[-1])
         for tile in work.tiles():
             weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), parameters)
@@ -160,7 +160,7 @@ class _Blocked(torch.autograd.Function):
     def _backward(ctx, grad):
         q, k, v, bias, out, *parameters = ctx.saved_tensors
         rows, pattern, segments, scale = ctx.rest
-        work = _Work(q, k, v, bias, pattern, segments, scale)
+        work = Work(q, k, v, bias, pattern, segments, scale)
         grad = grad.contiguous()  # of a plain sum it is one number, expanded, which products then copy out every time
         wants = ctx.needs_input_grad
         dq, dk, dv, dbias = (

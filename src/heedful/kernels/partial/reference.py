@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked.reference import _add, _Work
+from heedful.kernels.blocked.reference import Work, _add
 from heedful.kernels.blocked.tiles import pick
 from heedful.kernels.dispatch import as_given
 from heedful.patterns import Pattern
@@ -66,7 +66,7 @@ def join(*parts: tuple[Float[Tensor, "*#b n e"], Float[Tensor, "*#b n"]]) -> Flo
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, pattern, segments, scale):
-        work = _Work(q, k, v, None, pattern, segments, scale)
+        work = Work(q, k, v, None, pattern, segments, scale)
         out = work.zeros(work.n, v.shape[-1])
         lse = work.zeros(work.n).fill_(-inf)
         for tile in work.tiles():
@@ -90,7 +90,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        work = _Work(q, k, v, None, *ctx.rest)
+        work = Work(q, k, v, None, *ctx.rest)
         wants_q, wants_k = ctx.needs_input_grad[:2]
         dq, dk, dv = (
             q.new_zeros(x.shape, dtype=work.dtype) if want else None

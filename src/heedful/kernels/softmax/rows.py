@@ -36,18 +36,9 @@ class SoftmaxRows:
         return (*([] if self.sink is None else [self.sink]), *learned)
 
     def weights(self, scores, tile: Tile, bias, parameters):
-        axes = scores.ndim - 2 + len(tile.batch)
-        sink, learned = (parameters[0], parameters[1:]) if self.sink is not None else (None, parameters)
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if bias is not None:
-            scores = scores + bias
-        if self.bias_function is not None:
-            extra = with_axes(_bias_at(self.bias_function, tile.i, tile.j, learned), axes, 2)
-            scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
-        scores = tile.lower(scores)
-        if sink is not None:
-            sink = pick(with_axes(sink, axes, 0), tile.batch)[..., None, None].to(scores.dtype) / self.temperature
+        scores = self.logits(scores, tile, bias, parameters)
+        if self.sink is not None:
+            sink = self.sink_of(tile, scores, parameters)
             scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
             return scores.softmax(-1)[..., :-1]
         dead = self._dead_rows(scores, tile, bias)
@@ -55,6 +46,23 @@ class SoftmaxRows:
             in_place = not scores.requires_grad and scores.device.type == "cpu"  # each row is read before it is written
             return torch.softmax(scores, -1, out=scores) if in_place else scores.softmax(-1)
         return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+
+    def logits(self, scores, tile: Tile, bias, parameters) -> Tensor:
+        """What the exponential is taken of: capped, biased, −∞ where hidden. May overwrite the scores, as `weights`."""
+        learned = parameters if self.sink is None else parameters[1:]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        if self.bias_function is not None:
+            extra = with_axes(_bias_at(self.bias_function, tile.i, tile.j, learned), _axes(scores, tile), 2)
+            scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
+        return tile.lower(scores)
+
+    def sink_of(self, tile: Tile, scores: Tensor, parameters) -> Tensor:
+        """The sink's logit for the rows of a tile, (…, 1, 1)."""
+        sink = pick(with_axes(parameters[0], _axes(scores, tile), 0), tile.batch)
+        return sink[..., None, None].to(scores.dtype) / self.temperature
 
     def _dead_rows(self, scores, tile: Tile, bias):
         """Queries with nothing to attend to, which get zeros (softmax of -inf alone is NaN); None where none is."""
@@ -65,6 +73,11 @@ class SoftmaxRows:
 
     def pull_back(self, weights, grad, dot):
         return None if self.softcap is not None else grad.sub_(dot).mul_(weights)
+
+
+def _axes(scores: Tensor, tile: Tile) -> int:
+    """How many batch axes the whole work has."""
+    return scores.ndim - 2 + len(tile.batch)
 
 
 def _bias_at(function: Callable[[Tensor, Tensor], Tensor], i: Tensor, j: Tensor, learned) -> Tensor:

@@ -1,0 +1,221 @@
+"""Row statistics in plain torch: whole rows, a block at a time, each block used for all sums and then forgotten.
+
+softmax     t = max s,  p = exp(s − t) / Σ exp(s − t),  lse = t − log max p
+            entropy = −log max p − Σ p (s − t)               two terms ≥ 0: nothing cancels
+sink        p over the keys alone, then every sum times exp(lse − log(exp lse + exp sink))
+otherwise   p = |a| / Σ |a|,  entropy = −Σ p log p,  0 log 0 = 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+import torch
+import torch.nn.functional as F
+
+from heedful.kernels.blocked import tiles as scheduler
+from heedful.kernels.blocked.reference import RowFunction, Work
+from heedful.kernels.blocked.tiles import Tile, pick, with_axes
+from heedful.kernels.row_statistics.sums import Band, Request, RowSums
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.patterns import Full, Pattern
+from heedful.segments import Layout, Segments, resolve
+from heedful.shapes import Bool, Float, Int, Tensor
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def row_statistics(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    rows: RowFunction,
+    pattern: Pattern,
+    segments: Segments | None,
+    scale: float,
+    request: Request,
+) -> RowSums:
+    """Sums over the rows of A = W(scale · Q Kᵀ), over the tiles that the pattern allows."""
+    if segments is not None:  # what stands in padding, NaN too, must reach no sum
+        layout = resolve(segments, q.shape[-2], k.shape[-2])
+        q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
+        k = k.masked_fill(layout.key_ids[..., None] < 0, 0)
+    work = Work(q, k, k, rows.bias, pattern, segments, scale)
+    softmax = isinstance(rows, SoftmaxRows)
+    out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
+    for tile in work.tiles():
+        scores, bias = work.scores(tile), work.bias_of(tile)
+        block = _block(tile, request, len(work.batch), work.dtype)
+        if isinstance(rows, SoftmaxRows):
+            part = _of_softmax(work, rows, scores, tile, bias, block)
+        else:
+            part = of_weights(rows.weights(scores, tile, bias, rows.parameters), block)
+        out.put(tile.batch, tile.rows, part)
+    return out
+
+
+def objections(q, k, rows, pattern, segments, scale, request) -> list[str]:
+    """None: this is the path that takes everything."""
+    return []
+
+
+@torch.no_grad()
+def by_blocks(
+    rows: Callable[[slice], Float[Tensor, "*b r m"]],
+    shape: tuple[int, ...],
+    layout: Layout,
+    pattern: Pattern | None,
+    request: Request,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RowSums:
+    """The same for a matrix of any kind whose rows can be had in blocks."""
+    *batch, n, m = shape
+    wide = torch.promote_types(dtype, torch.float32)
+    out = RowSums.blank(tuple(batch), n, request, wide, device, softmax=False)
+    if 0 in shape:
+        return out
+    step = max(1, min(n, scheduler.BUDGET // (prod(batch) * m)))
+    axes = len(batch)
+    query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
+    for lo in range(0, n, step):
+        part = slice(lo, min(lo + step, n))
+        here, there = query_ids[..., part, None], key_ids[..., None, :]
+        visible = (here == there) & (here >= 0)
+        if pattern is not None and not isinstance(pattern, Full):
+            visible &= pattern.allows(i[..., part, None], j[..., None, :])
+        block = Block(
+            i[..., part, None],
+            j[..., None, :],
+            torch.arange(m, device=device),
+            visible,
+            0,
+            None if request.targets is None else with_axes(request.targets, axes, 2)[..., part, :],
+            None if request.columns is None else with_axes(request.columns, axes, 2).to(wide),
+            request.bands,
+        )
+        out.put((), part, of_weights(rows(part).to(wide), block))
+    return out
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block of whole rows stands, and what is asked of it.
+
+    Every query sees the first `clear` keys; `visible` is about those after them, and None where all are seen.
+    """
+
+    i: Int[Tensor, "*s r 1"]
+    j: Int[Tensor, "*s 1 c"] | Int[Tensor, " c"]
+    keys: Int[Tensor, " c"]
+    visible: Bool[Tensor, "*s r c"] | None
+    clear: int
+    targets: Int[Tensor, "*#b r t"] | None
+    columns: Float[Tensor, "*#b c x"] | None
+    bands: tuple[Band, ...]
+
+    def count(self) -> Int[Tensor, "*s r"]:
+        """How many keys each query sees."""
+        if self.visible is None:
+            return torch.full(self.i.shape[:-1], len(self.keys), device=self.i.device)
+        return self.visible.sum(-1) + self.clear
+
+    def seen(self) -> Bool[Tensor, "*s r c"]:
+        if self.visible is None:
+            return torch.ones(*self.i.shape[:-1], len(self.keys), dtype=torch.bool, device=self.i.device)
+        return F.pad(self.visible, (self.clear, 0), value=True)
+
+    def inside(self, band: Band) -> Bool[Tensor, "*s r c"]:
+        least, most = band
+        offset = self.j - self.i
+        inside = torch.ones_like(offset, dtype=torch.bool) if least is None else offset >= least
+        return inside if most is None else inside & (offset <= most)
+
+
+def _block(tile: Tile, request: Request, axes: int, dtype: torch.dtype) -> Block:
+    keys = tile.cols.index.to(tile.i.device)
+    targets, columns = request.targets, request.columns
+    if targets is not None:
+        targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
+    if columns is not None:
+        columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).to(dtype)
+    visible = None if tile.mask is None else tile.mask.visible
+    return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands)
+
+
+def _of_softmax(work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block):
+    logits = rows.logits(scores, tile, bias, rows.parameters)
+    top, place = logits.max(-1, keepdim=True)
+    dead = top == -inf
+    logits = logits.sub_(top.masked_fill(dead, 0))
+    weights = torch.softmax(logits, -1, out=work.buffer("weights", *logits.shape))
+    if dead.any():
+        weights.masked_fill_(dead, 0)
+    largest = weights.gather(-1, place)
+    log_largest = largest.masked_fill(dead, 1).log()
+    logits.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
+    entropy = -log_largest - logits.mul_(weights).sum(-1, keepdim=True)
+    lse = top - log_largest
+    found = _sums(weights, weights, weights.sum(-1), largest, place, entropy[..., 0], block)
+    if rows.sink is not None:
+        whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
+        found, lse = found.scaled((lse - whole).masked_fill(dead, -inf).exp()[..., 0]), whole
+    return replace(found, lse=lse.masked_fill(dead, -inf)[..., 0])
+
+
+def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
+    """The sums of a block of rows of any weights: signed, unnormalised, zero."""
+    mass = weights.abs()
+    total = mass.sum(-1, keepdim=True)
+    proportions = mass / total.masked_fill(total == 0, 1)
+    logs = proportions.clamp(min=torch.finfo(weights.dtype).tiny).log_()
+    entropy = -logs.mul_(proportions).sum(-1)
+    largest, place = mass.max(-1, keepdim=True)
+    return _sums(weights, mass, total[..., 0], largest, place, entropy, block)
+
+
+def _sums(
+    weights: Float[Tensor, "*b r c"],
+    absolute: Float[Tensor, "*b r c"],
+    mass: Float[Tensor, "*b r"],
+    largest: Float[Tensor, "*b r 1"],
+    place: Int[Tensor, "*b r 1"],
+    entropy: Float[Tensor, "*b r"],
+    block: Block,
+) -> RowSums:
+    masses, squares, counts, dots = [], [], [], []
+    for band in block.bands:
+        inside = block.inside(band)
+        part = weights if band == (None, None) else weights * inside.to(weights.dtype)
+        masses.append(torch.linalg.vector_norm(part, 1, -1) if absolute is not weights else part.sum(-1))
+        squares.append(torch.linalg.vector_norm(part, dim=-1).square())
+        counts.append((inside & block.seen()).sum(-1))
+        if block.columns is not None:
+            dots.append(part @ block.columns)
+    none = weights.new_zeros(*mass.shape, 0)
+    return RowSums(
+        total=mass if absolute is weights else weights.sum(-1),
+        mass=mass,
+        square=torch.linalg.vector_norm(weights, dim=-1).square(),
+        entropy=entropy,
+        largest=largest[..., 0],
+        where=torch.where(largest > 0, block.keys[place], -1)[..., 0],
+        count=block.count(),
+        at=none if block.targets is None else _gather(weights, block.targets, block.keys),
+        band_mass=torch.stack(masses, -1) if masses else none,
+        band_square=torch.stack(squares, -1) if squares else none,
+        band_count=torch.stack(counts, -1) if counts else none.long(),
+        band_dot=torch.stack(dots, -2) if dots else none[..., None, :].expand(*mass.shape, len(masses), 0),
+    )
+
+
+def _gather(
+    weights: Float[Tensor, "*b r c"], targets: Int[Tensor, "*#b r t"], keys: Int[Tensor, " c"]
+) -> Float[Tensor, "*b r t"]:
+    """The weights at the target keys, 0 for a target that is not among these keys."""
+    place = torch.searchsorted(keys, targets.contiguous()).clamp(max=len(keys) - 1)
+    found = keys[place] == targets
+    batch = torch.broadcast_shapes(weights.shape[:-2], targets.shape[:-2])
+    place = place.expand(*batch, *targets.shape[-2:])
+    return weights.gather(-1, place) * found

@@ -1,0 +1,117 @@
+"""What is asked of the rows of a matrix, and what comes back.
+
+A request names places by their keys and bands by their offsets j − i, and nothing else: sinks, neighbours, the last
+token and the target of an induction head are all *targets*; windows and contexts are all *bands*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from heedful.kernels.blocked.tiles import pick
+from heedful.shapes import Float, Int, Tensor
+
+Band = tuple[int | None, int | None]
+"""The least and the largest offset j − i, both inside; None: no limit."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Beyond the sums of whole rows.
+
+    targets   keys whose weights are wanted, for each query, by index; −1: none
+    bands     offsets (least, largest) whose share of a row is wanted
+    columns   vectors that the rows of each band are multiplied by
+    """
+
+    targets: Int[Tensor, "*#b n t"] | None = None
+    bands: tuple[Band, ...] = ()
+    columns: Float[Tensor, "*#b m x"] | None = None
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over each row of A; those that were not asked for have a last axis of 0.
+
+    A row that sees nothing has sums of 0, a log-sum-exp of −∞ and its largest weight at −1.
+    """
+
+    total: Float[Tensor, "*b n"]  # Σ a
+    mass: Float[Tensor, "*b n"]  # Σ |a|
+    square: Float[Tensor, "*b n"]  # Σ a²
+    entropy: Float[Tensor, "*b n"]  # −Σ p log p,  p = |a| / Σ |a|
+    largest: Float[Tensor, "*b n"]  # max |a|
+    where: Int[Tensor, "*b n"]  # the key of the largest, by index
+    count: Int[Tensor, "*b n"]  # keys that pattern and segments let the query see
+    at: Float[Tensor, "*b n t"]  # a at the targets
+    band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
+    band_square: Float[Tensor, "*b n w"]  # Σ a²
+    band_count: Int[Tensor, "*b n w"]  # visible keys
+    band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
+    lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
+
+    @classmethod
+    def blank(
+        cls, batch: tuple[int, ...], n: int, request: Request, dtype: torch.dtype, device: torch.device, softmax: bool
+    ) -> RowSums:
+        """Rows that see nothing."""
+        bands = len(request.bands)
+        tails = {
+            "at": (0 if request.targets is None else request.targets.shape[-1],),
+            "band_mass": (bands,),
+            "band_square": (bands,),
+            "band_count": (bands,),
+            "band_dot": (bands, 0 if request.columns is None else request.columns.shape[-1]),
+        }
+        integers = ("where", "count", "band_count")
+        made = {
+            field.name: torch.zeros(
+                *batch,
+                n,
+                *tails.get(field.name, ()),
+                dtype=torch.long if field.name in integers else dtype,
+                device=device,
+            )
+            for field in fields(cls)
+        }
+        made["where"] -= 1
+        lse = made.pop("lse") - torch.inf if softmax else None
+        return cls(**{name: x for name, x in made.items() if name != "lse"}, lse=lse)
+
+    def put(self, batch: tuple[int, ...], rows: slice, part: RowSums) -> None:
+        """Write a block of rows; `batch` indexes the leading batch axes, as in a tile."""
+        axes = self.total.ndim - 1 - len(batch)
+        index = (*(slice(None),) * axes, rows)
+        for name, mine in self.tensors().items():
+            pick(mine, batch)[index] = getattr(part, name)
+
+    def scaled(self, by: Float[Tensor, "*b n"]) -> RowSums:
+        """The sums of by_i · a_i for factors ≥ 0; the entropy, which is of proportions, stays."""
+        wide = by[..., None]
+        return replace(
+            self,
+            total=self.total * by,
+            mass=self.mass * by,
+            square=self.square * by.square(),
+            largest=self.largest * by,
+            at=self.at * wide,
+            band_mass=self.band_mass * wide,
+            band_square=self.band_square * wide.square(),
+            band_dot=self.band_dot * wide[..., None],
+        )
+
+    @classmethod
+    def join(cls, parts: list[RowSums], axis: int) -> RowSums:
+        """Parts side by side along a batch axis. The log-sum-exp is kept where all have one."""
+        found: dict[str, Any] = {}
+        for field in fields(cls):
+            tensors = [getattr(part, field.name) for part in parts]
+            found[field.name] = None if any(x is None for x in tensors) else torch.cat(tensors, axis)
+        return cls(**found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, without those that are missing."""
+        return {field.name: x for field in fields(self) if (x := getattr(self, field.name)) is not None}

@@ -1,0 +1,189 @@
+"""What the rows of an attention matrix look like, in one streaming pass and O(n) memory.
+
+log-sum-exp     log Σ_j exp(s_ij), for softmax attention
+total, mass     Σ_j a_ij and Σ_j |a_ij|; square Σ_j a_ij², whose sum is ‖A‖²_F
+entropy         −Σ_j p_ij log p_ij with p_ij = |a_ij| / Σ_l |a_il|, so that signed and unnormalised rows have one too
+masses          Σ |a_ij| at chosen offsets j − i, on the first tokens, on the last, inside a window
+
+Softmax rows, over any pattern and under segments, come from tiles that the pattern allows, and so do those of any row
+function of the scores; rows of other mechanisms from the adjoint on unit vectors, O(n) products of one column in all.
+Sums are taken in float32 or better. A query that sees nothing has masses 0, entropy 0, a log-sum-exp of −∞ and its
+largest weight at −1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.measures.places import Places
+from heedful.operator import AttentionOperator
+from heedful.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Numbers for each row; see `row_statistics`."""
+
+    total: Float[Tensor, "*b n"]
+    mass: Float[Tensor, "*b n"]
+    square: Float[Tensor, "*b n"]
+    entropy: Float[Tensor, "*b n"]
+    largest: Float[Tensor, "*b n"]
+    where: Int[Tensor, "*b n"]
+    visible: Int[Tensor, "*b n"]
+    offsets: tuple[int, ...]
+    at_offset: Float[Tensor, "*b n o"]
+    first: Float[Tensor, "*b n"]
+    last: Float[Tensor, "*b n"]
+    inside: Float[Tensor, "*b n"] | None
+    log_sum_exp: Float[Tensor, "*b n"] | None
+
+    @property
+    def frobenius(self) -> Float[Tensor, "*b"]:
+        """‖A‖_F, summed in float64."""
+        return self.square.double().sum(-1).sqrt()
+
+    @property
+    def perplexity(self) -> Float[Tensor, "*b n"]:
+        """e^entropy: over how many keys a row spreads, 0 where it sees none."""
+        return torch.where(self.mass > 0, self.entropy.exp(), 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def row_statistics(
+    op: AttentionOperator,
+    *,
+    offsets: Sequence[int] = (-1, 0, 1),
+    first: int = 4,
+    last: int = 1,
+    window: int | tuple[int, int] | None = None,
+) -> RowStatistics:
+    """Statistics of every row of A, without A.
+
+    >>> import torch, heedful as h
+    >>> x = torch.zeros(4, 8)
+    >>> rows = h.row_statistics(h.Softmax(h.Causal()).operator(x, x))
+    >>> rows.perplexity.round()
+    tensor([1., 2., 3., 4.])
+    >>> rows.frobenius ** 2  # 1 + 1/2 + 1/3 + 1/4
+    tensor(2.0833, dtype=torch.float64)
+
+    offsets   distances j − i whose weights are wanted, negative before the query
+    first     how many of the first tokens count as sinks
+    last      how many of the last tokens
+    window    how many keys before and after a query, or a pair (before, after)
+
+    Tokens are counted inside each segment. Of n queries and m keys the queries are the last ones.
+    """
+    check_operator(op)
+    offsets = _check_offsets(offsets, op.shape[-1])
+    check_count("first", first)
+    check_count("last", last)
+    band = None if window is None else _band(window)
+    places = Places(op.layout)
+    targets = torch.cat([places.at_offset(offsets), places.first(first), places.last(last)], -1)
+    sums = checked_sums(op, Request(targets, () if band is None else (band,)))
+    at_offset, at_first, at_last = sums.at.abs().split([len(offsets), first, last], -1)
+    return RowStatistics(
+        total=sums.total,
+        mass=sums.mass,
+        square=sums.square,
+        entropy=sums.entropy,
+        largest=sums.largest,
+        where=sums.where,
+        visible=sums.count,
+        offsets=offsets,
+        at_offset=at_offset,
+        first=at_first.sum(-1),
+        last=at_last.sum(-1),
+        inside=None if band is None else sums.band_mass[..., 0],
+        log_sum_exp=sums.lse,
+    )
+
+
+def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:
+    """−Σ p log p of every row, p = |a| / Σ|a|, in nats; 0 for a query that sees nothing.
+
+    >>> import torch, heedful as h
+    >>> x = torch.zeros(3, 8)
+    >>> h.entropy(h.Softmax(h.Causal()).operator(x, x)).exp().round()
+    tensor([1., 2., 3.])
+    """
+    check_operator(op)
+    return checked_sums(op, Request()).entropy
+
+
+def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
+    """The share of each head's mass Σ|a| that lies on the first tokens (Xiao et al. 2023, arXiv:2309.17453).
+
+    It is the mean over the queries that stand behind the sinks, each of which counts once; 0 where there is none.
+
+    >>> import torch, heedful as h
+    >>> x = torch.zeros(100, 8)
+    >>> h.sink_mass(h.Softmax(h.Full()).operator(x, x))
+    tensor(0.0400)
+    """
+    check_operator(op)
+    check_count("sinks", sinks, least=1)
+    places = Places(op.layout)
+    sums = checked_sums(op, Request(places.first(sinks)))
+    counts = (sums.mass > 0) & (places.position >= sinks)
+    share = sums.at.abs().sum(-1) / torch.where(sums.mass > 0, sums.mass, 1)
+    return (share * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+def checked_sums(op: AttentionOperator, request: Request) -> RowSums:
+    """The sums, or an error where a row has weights that are no numbers."""
+    sums = op.row_sums(request)
+    bad = ~torch.isfinite(sums.mass + sums.square + sums.entropy)
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"op: {int(bad.sum())} of {bad.numel()} rows have weights that are NaN or infinite, the first at {where} "
+            f"(batch axes, then the query) of {op}. Expected finite ones. Likely cause: NaN in q or k, which "
+            "heedful.check_finite() finds, or weights without a normaliser that overflow."
+        )
+    return sums
+
+
+def check_operator(op: AttentionOperator) -> None:
+    if not isinstance(op, AttentionOperator):
+        raise TypeError(
+            f"op: expected an AttentionOperator, got {type(op).__name__}. A mechanism gives one with "
+            "mechanism.operator(q, k)."
+        )
+
+
+def _check_offsets(offsets: Sequence[int], m: int) -> tuple[int, ...]:
+    offsets = tuple(offsets)
+    limit = max(m - 1, 1)
+    for offset in offsets:
+        if not isinstance(offset, int) or abs(offset) > limit:
+            raise ValueError(
+                f"offsets: {offset!r}, expected integers from −{limit} to {limit}: A has {m} keys. Likely cause: a "
+                "position was given where a distance from the query is meant."
+            )
+    return offsets
+
+
+def check_count(name: str, count: int, least: int = 0) -> None:
+    if not isinstance(count, int) or count < least:
+        raise ValueError(f"{name}: expected an integer ≥ {least}, got {count!r}.")
+
+
+def _band(window: int | tuple[int, int]) -> tuple[int, int]:
+    before, after = window if isinstance(window, tuple) else (window, window)
+    for side in (before, after):
+        if not isinstance(side, int) or side < 0:
+            raise ValueError(
+                f"window: {window!r}, expected a number of keys ≥ 0, or a pair (before, after) of them. Likely cause: "
+                "an offset was given where a width is meant."
+            )
+    return -before, after

@@ -1,0 +1,303 @@
+"""Row statistics against the dense matrix in float64, for every mechanism, pattern and kind of segments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heedful as h
+from heedful.kernels.blocked import tiles as scheduler
+from heedful.kernels.row_statistics.sums import Request
+from heedful.measures.places import Places
+from heedful.segments import resolve, visible
+
+N, D, HEADS = 41, 8, 2
+OFFSETS = (-3, -1, 0, 1, 2)
+PATTERNS = [
+    h.Full(),
+    h.Causal(),
+    h.Window(7),
+    h.Window(5, 3, sinks=2),
+    h.Strided(4) & h.Causal(),
+    h.SparseFixed(6, 2) & h.Causal(),
+    h.Blocks(8),
+    h.Global((0, 30)) | h.Window(3, 3),
+    h.RandomBlocks(4, 1) & h.Causal(),  # some queries see nothing
+]
+PACKED = torch.tensor([[0] * 12 + [1] * 20 + [-1] * 9, [5] * 3 + [-1] * 2 + [2] * 36])[:, None]
+INTERLEAVED = torch.tensor([[0, 1, -1] * 13 + [0, 1], [3] * 41])[:, None]
+SEGMENTS = {"plain": None, "packed": PACKED, "interleaved": INTERLEAVED}
+
+
+def inputs(n=N, m=N, batch=(2, HEADS), seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(*batch, n, D, dtype=torch.float64), torch.randn(*batch, m, D, dtype=torch.float64)
+
+
+def definition(A, sees, segments, first=4, last=1, window=(2, 3)):
+    """Every statistic from the whole matrix, entry by entry."""
+    n, m = A.shape[-2:]
+    ids, key_ids, i, j = (x.expand(*A.shape[:-2], -1) for x in resolve(segments, n, m))
+    same = (ids[..., None] == key_ids[..., None, :]) & (ids[..., None] >= 0)
+    offset, length = j[..., None, :] - i[..., None], same.sum(-1, keepdim=True)
+    size = torch.where(same, A.abs(), 0)
+    mass = A.abs().sum(-1)
+    p = A.abs() / mass.clamp(min=1e-300)[..., None]
+    return {
+        "total": A.sum(-1),
+        "mass": mass,
+        "square": (A * A).sum(-1),
+        "entropy": torch.special.entr(p).sum(-1),
+        "largest": A.abs().amax(-1),
+        "visible": sees.expand_as(A).sum(-1),
+        "at_offset": torch.stack([(size * (offset == o)).sum(-1) for o in OFFSETS], -1),
+        "first": (size * (j < first)[..., None, :]).sum(-1),
+        "last": (size * (j[..., None, :] >= length - last)).sum(-1),
+        "inside": (size * ((offset >= -window[0]) & (offset <= window[1]))).sum(-1),
+    }
+
+
+def assert_agrees(mechanism, q, k, segments, atol=1e-12):
+    rows = h.row_statistics(mechanism.operator(q, k, segments=segments), offsets=OFFSETS, window=(2, 3))
+    A = mechanism.matrix(q, k, segments=segments).detach()
+    sees = visible(mechanism.pattern, *A.shape[-2:], segments)
+    if isinstance(mechanism, h.Mixture):  # each head by its own pattern
+        heads = [visible(part.pattern, *A.shape[-2:], segments) for part in mechanism.parts]
+        sees = torch.cat([head.expand(len(A), 1, -1, -1) for head in heads], 1)
+    for name, wanted in definition(A, sees, segments).items():
+        torch.testing.assert_close(
+            getattr(rows, name), wanted, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    blind = A.abs().sum(-1) == 0
+    assert bool((rows.where[blind] == -1).all())
+    found = A.gather(-1, rows.where.clamp(min=0)[..., None])[..., 0].abs()
+    torch.testing.assert_close(found[~blind], rows.largest[~blind], rtol=0, atol=atol)
+    torch.testing.assert_close(rows.frobenius, torch.linalg.matrix_norm(A), rtol=0, atol=1e-11)
+    return rows, A
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("name", h.CATALOG)
+def test_every_mechanism_has_the_statistics_of_its_matrix(name, segments):
+    mechanism = h.CATALOG[name].sample(d=D, heads=HEADS, length=N).double()
+    assert_agrees(mechanism, *inputs(), segments, atol=1e-9)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_pattern_and_every_schedule(pattern, segments, monkeypatch):
+    for rows, fewest, budget in ((128, 16, 1 << 21), (8, 2, 1 << 21), (8, 2, 200), (16, 4, 30)):
+        monkeypatch.setattr(scheduler, "ROWS", rows)
+        monkeypatch.setattr(scheduler, "FEWEST", fewest)
+        monkeypatch.setattr(scheduler, "BUDGET", budget)
+        for mechanism in (h.Softmax(pattern), h.Quadratic(torch.tanh, pattern)):
+            assert_agrees(mechanism, *inputs(), segments)
+
+
+def test_signed_rows_have_the_entropy_of_their_absolute_values():
+    q, k = inputs()
+    mechanism = h.Quadratic(h.identity, h.Full(), normalise=None)
+    rows, A = assert_agrees(mechanism, q, k, None)
+    assert bool((A < 0).any()) and bool((rows.total < 0).any())
+    scaled = h.row_statistics(h.Quadratic(h.identity, h.Full(), scale=100.0, normalise=None).operator(q, k))
+    torch.testing.assert_close(rows.entropy, scaled.entropy, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
+def test_log_sum_exp_is_that_of_the_visible_scores(segments):
+    q, k = inputs()
+    rows = h.row_statistics(h.Softmax(h.Causal(), 0.7).operator(q, k, segments=segments))
+    hidden = ~visible(h.Causal(), N, N, segments)
+    wanted = (0.7 * q @ k.mT).masked_fill(hidden, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(rows.log_sum_exp, wanted, rtol=0, atol=1e-12)
+    assert h.row_statistics(h.Linear().operator(q, k)).log_sum_exp is None
+
+
+@pytest.mark.parametrize("sink", [[0.5, 3.0], [-100.0, 100.0]], ids=["mild", "extreme"])
+def test_a_sink_logit_takes_mass_and_is_part_of_the_log_sum_exp(sink):
+    q, k = inputs()
+    sink = torch.tensor(sink, dtype=torch.float64)
+    mechanism = h.Softmax(h.Causal(), temperature=0.5, sink=sink)
+    rows, _ = assert_agrees(mechanism, q, k, None)
+    logits = (q @ k.mT * D**-0.5 / 0.5).masked_fill(~visible(h.Causal(), N, N, None), -torch.inf)
+    wanted = torch.logaddexp(logits.logsumexp(-1), sink[:, None] / 0.5)
+    torch.testing.assert_close(rows.log_sum_exp, wanted, rtol=1e-13, atol=1e-12)
+
+
+def test_bias_and_softcap_reach_the_statistics():
+    q, k = inputs()
+    bias = torch.randn(N, N, dtype=torch.float64)
+    bias[5] = -torch.inf
+    bias[7, :6] = -torch.inf
+    rows, _ = assert_agrees(h.Softmax(h.Causal(), bias=bias, softcap=2.0), q, k, None)
+    assert rows.log_sum_exp[0, 0, 5] == -torch.inf and rows.entropy[0, 0, 5] == 0
+    assert_agrees(h.Softmax(h.Full(), bias=lambda i, j: -0.1 * (i - j).abs()), q, k, PACKED)
+
+
+def test_grouped_queries_and_queries_after_a_cache():
+    q, k = inputs(n=13, batch=(2, 1, 3))[0], inputs(batch=(2, 1, 1))[1]
+    for mechanism in (h.Softmax(h.Window(9, sinks=3)), h.Linear(), h.Quadratic()):
+        assert_agrees(mechanism, q, k, None)
+        assert_agrees(mechanism, q, k, PACKED[:, None])
+
+
+def test_cross_attention_with_a_pair_of_segments():
+    q, k = inputs(n=11, m=17, batch=(2,))
+    pair = torch.tensor([[0] * 5 + [1] * 6, [0] * 11]), torch.tensor([[0] * 9 + [1] * 8, [0] * 10 + [-1] * 7])
+    for mechanism in (h.Softmax(h.Full()), h.Linear(pattern=h.Full())):
+        assert_agrees(mechanism, q, k, pair)
+    assert_agrees(h.Softmax(h.Full()), *inputs(n=30, m=17), None)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 1), (1, 9)])
+def test_empty_and_single_rows(n, m):
+    q, k = torch.randn(2, n, 4), torch.randn(2, m, 4)
+    for mechanism in (h.Softmax(h.Full()), h.Linear(pattern=h.Full()), h.Quadratic(pattern=h.Full())):
+        rows = h.row_statistics(mechanism.operator(q, k), window=1)
+        assert rows.total.shape == (2, n) and rows.at_offset.shape == (2, n, 3)
+        if m == 0:
+            assert bool((rows.where == -1).all()) and float(rows.mass.sum()) == 0
+        assert h.entropy(mechanism.operator(q, k)).shape == (2, n)
+        assert torch.isfinite(h.sink_mass(mechanism.operator(q, k))).all()
+
+
+def test_large_logits_and_one_hot_rows():
+    q, k = inputs()
+    rows, _ = assert_agrees(h.Softmax(h.Causal(), scale=1e4), q, k, None)
+    assert float(rows.entropy.max()) < 1e-3  # the gap between the two largest scores is some 1e3
+    exact = h.row_statistics(h.FixedPattern("previous").operator(q, k))
+    assert float(exact.entropy.abs().max()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mechanism", [h.Softmax(), h.Quadratic(h.identity), h.Linear()], ids=repr)
+def test_low_precision_errs_no_more_than_the_dense_matrix_in_it(dtype, mechanism):
+    q, k = (x.to(dtype) for x in inputs(n=200, m=200))
+    A = mechanism.matrix(q.double(), k.double())
+    naive = mechanism.matrix(q, k)
+    rows = h.row_statistics(mechanism.operator(q, k))
+    assert rows.total.dtype == torch.float32
+    for ours, exact, theirs in (
+        (rows.mass, A.abs().sum(-1), naive.double().abs().sum(-1)),
+        (rows.square, A.square().sum(-1), naive.double().square().sum(-1)),
+        (
+            rows.entropy,
+            *(torch.special.entr(x / x.sum(-1, keepdim=True)).sum(-1) for x in (A.abs(), naive.double().abs())),
+        ),
+    ):
+        floor = 8 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+        assert float((ours.double() - exact).abs().max()) <= max(2 * float((theirs - exact).abs().max()), floor)
+
+
+def test_statistics_of_the_adjoint_are_those_of_the_columns():
+    q, k = inputs()
+    A = h.Softmax().operator(q, k, segments=PACKED)
+    columns = h.row_statistics(A.mT)
+    dense = A.to_dense()
+    torch.testing.assert_close(columns.total, dense.sum(-2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(columns.at_offset[..., 2], h.row_statistics(A.mT, offsets=[1]).at_offset[..., 0])
+    below = torch.where(PACKED[..., 1:] == PACKED[..., :-1], dense.diagonal(-1, -2, -1), 0)
+    torch.testing.assert_close(columns.at_offset[..., :-1, 2], below, rtol=0, atol=1e-12)
+
+
+def test_a_mixture_keeps_the_requests_of_its_heads_apart():
+    q, k = inputs(batch=(2, 4))
+    mixture = h.Mixture([h.Softmax(), h.FixedPattern("left"), h.FixedPattern("left"), h.Quadratic()])
+    request = Request(torch.randint(-1, N, (2, 4, N, 3)), ((None, -1),), torch.randn(2, 4, N, 2, dtype=torch.float64))
+    sums, A = mixture.operator(q, k).row_sums(request), mixture.matrix(q, k)
+    at = torch.where(request.targets >= 0, A.gather(-1, request.targets.clamp(min=0)), 0)
+    torch.testing.assert_close(sums.at, at, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums.band_dot[..., 0, :], A.tril(-1) @ request.columns, rtol=0, atol=1e-12)
+
+
+def test_padding_with_nan_in_it_reaches_nothing():
+    q, k = inputs()
+    clean = h.row_statistics(h.Softmax().operator(q, k, segments=PACKED))
+    padding = (PACKED < 0)[..., None]
+    dirty = h.row_statistics(
+        h.Softmax().operator(q.masked_fill(padding, torch.nan), k.masked_fill(padding, torch.nan), segments=PACKED)
+    )
+    for name, x in clean.to_dict().items():
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(getattr(dirty, name), x, rtol=0, atol=0)
+
+
+def test_the_mass_of_sinks_is_a_mean_over_queries_behind_them():
+    q, k = inputs()
+    mechanism = h.Softmax(h.Causal())
+    A = mechanism.matrix(q, k)
+    torch.testing.assert_close(h.sink_mass(mechanism.operator(q, k), 3), A[..., 3:, :3].sum(-1).mean(-1))
+    packed = h.sink_mass(mechanism.operator(q, k, segments=PACKED), 2)
+    B = mechanism.matrix(q, k, segments=PACKED)
+    rows = torch.cat([B[0, :, 2:12, 0:2], B[0, :, 14:32, 12:14]], -2)
+    torch.testing.assert_close(packed[0], rows.sum(-1).mean(-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offsets": [50]}, "offsets: 50, expected integers from −40 to 40"),
+        ({"offsets": [0.5]}, "offsets: 0.5"),
+        ({"first": -1}, "first: expected an integer ≥ 0"),
+        ({"window": -2}, "window: -2, expected a number of keys"),
+        ({"window": (1, -1)}, "window: "),
+    ],
+)
+def test_bad_requests_are_refused_in_words(options, words):
+    with pytest.raises(ValueError, match=words):
+        h.row_statistics(h.Softmax().operator(*inputs()), **options)
+
+
+def test_nan_is_an_error_and_not_a_number():
+    q, k = inputs()
+    q[1, 0, 3] = torch.nan
+    for mechanism in (h.Softmax(), h.Linear(), h.Quadratic()):
+        with pytest.raises(ValueError, match=r"rows have weights that are NaN or infinite, the first at \(1, 0, "):
+            h.row_statistics(mechanism.operator(q, k))
+    with pytest.raises(TypeError, match="expected an AttentionOperator, got Softmax"):
+        h.entropy(h.Softmax())
+
+
+def test_memory_follows_the_rows_and_not_the_matrix():
+    """No tensor made on the way is as large as the matrix, whatever the mechanism."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, torch.Tensor):
+                    self.size = max(self.size, x.untyped_storage().nbytes())
+            return out
+
+    q, k = torch.randn(2, 3000, 4).unbind()
+    for mechanism in (h.Softmax(), h.Linear(), h.Softmax(h.Window(16))):
+        with Largest() as largest:
+            h.row_statistics(mechanism.operator(q, k), window=3)
+        assert largest.size <= 8 * scheduler.BUDGET < 3000 * 3000 * 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(ids=st.lists(st.integers(-1, 3), min_size=1, max_size=12), words=st.data())
+def test_places_are_found_as_by_hand(ids, words):
+    tokens = words.draw(st.lists(st.integers(0, 3), min_size=len(ids), max_size=len(ids)))
+    segments = torch.tensor(ids)
+    places = Places(resolve(segments, len(ids), len(ids)))
+    offset, first, last = places.at_offset([-2, 1]), places.first(2), places.last(1)
+    induction = places.after_previous(torch.tensor(tokens))
+    for at, own in enumerate(ids):
+        keys = [j for j, other in enumerate(ids) if other == own] if own >= 0 else []
+        here = keys.index(at) if keys else 0
+
+        def key(p, keys=keys):
+            return keys[p] if 0 <= p < len(keys) else -1
+
+        assert offset[at].tolist() == ([key(here - 2), key(here + 1)] if keys else [-1, -1])
+        assert first[at].tolist() == [key(0), key(1)]
+        assert last[at].tolist() == [key(len(keys) - 1)]
+        earlier = [p for p in range(here) if tokens[keys[p]] == tokens[at]] if keys else []
+        assert induction[at].tolist() == [key(earlier[-1] + 1) if earlier else -1]
