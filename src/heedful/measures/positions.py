@@ -144,7 +144,7 @@ class _Head:
             groups["induction"] = places.after_previous(tokens)
         lead = torch.broadcast_shapes(*(x.shape[:-1] for x in groups.values()))
         self.targets = {name: x.expand(*lead, -1) for name, x in groups.items()}
-        bands = ((None, -2), (2, None), (None, None), (-width, width))
+        bands = ((None, -2), (2, None), (-1, 1), (-width, width))  # the first three are the whole row
         request = Request(torch.cat(list(self.targets.values()), -1), bands, _cubes(op.layout))
         sums = checked_sums(op, request)
         self.sums = RowSums(**{name: x.double() for name, x in sums.tensors().items()})
@@ -159,10 +159,10 @@ class _Head:
             "current": self._single("offset", middle),
             "previous": self._single("offset", middle - 1),
             "next": self._single("offset", middle + 1),
-            "left": self._context(0, 0, self.i - 1, "first"),
-            "right": self._context(1, 1, self.length - self.i - 2, "last"),
-            "start": self._context(2, 1, self.length, "first"),
-            "end": self._context(2, 0, self.length, "last"),
+            "left": self._context([0], 0, self.i - 1, "first"),
+            "right": self._context([1], 1, self.length - self.i - 2, "last"),
+            "start": self._context([0, 1, 2], 1, self.length, "first"),
+            "end": self._context([0, 1, 2], 0, self.length, "last"),
             "last": self._single("last", 0),
             "uniform": self._uniform(),
             "sink": self._sink(),
@@ -187,15 +187,15 @@ class _Head:
         weight = self.at[name][..., which]
         return self._fixed(weight, torch.ones_like(weight), weight.abs(), self.targets[name][..., which] >= 0)
 
-    def _context(self, band: int, column: int, terms: Tensor, edge: str) -> Shares:
+    def _context(self, bands: list[int], column: int, terms: Tensor, edge: str) -> Shares:
         """Weights s³ over `terms` keys; where there are none, all of it on the token at the edge."""
         some = terms >= 1
         terms = torch.where(some, terms, 1)
         cubes = _sum_of_cubes(terms) / self.length.clamp(min=1) ** 3  # the columns hold (s / L)³
         at_edge = self.at[edge][..., 0]
-        dot = torch.where(some, self.sums.band_dot[..., band, column] / cubes, at_edge)
+        dot = torch.where(some, self.sums.band_dot[..., bands, column].sum(-1) / cubes, at_edge)
         norm = torch.where(some, _sum_of_sixth_powers(terms) / _sum_of_cubes(terms) ** 2, 1)
-        mass = torch.where(some, self.sums.band_mass[..., band], at_edge.abs())
+        mass = torch.where(some, self.sums.band_mass[..., bands].sum(-1), at_edge.abs())
         return self._fixed(dot, norm.expand_as(dot), mass, self.real)
 
     def _uniform(self) -> Shares:

@@ -8,8 +8,9 @@ otherwise   p = |a| / Σ |a|,  entropy = −Σ p log p,  0 log 0 = 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, prod
 
 import torch
@@ -121,16 +122,60 @@ class Block:
             return torch.full(self.i.shape[:-1], len(self.keys), device=self.i.device)
         return self.visible.sum(-1) + self.clear
 
-    def seen(self) -> Bool[Tensor, "*s r c"]:
-        if self.visible is None:
-            return torch.ones(*self.i.shape[:-1], len(self.keys), dtype=torch.bool, device=self.i.device)
-        return F.pad(self.visible, (self.clear, 0), value=True)
+    def seen(self, part: slice) -> Int[Tensor, "*s r"]:
+        """How many of the keys in `part` each query sees."""
+        start, stop, _ = part.indices(len(self.keys))
+        if self.visible is None or stop <= self.clear:
+            return torch.full(self.i.shape[:-1], stop - start, device=self.i.device)
+        behind = slice(max(start - self.clear, 0), stop - self.clear)
+        return self.visible[..., behind].sum(-1) + max(self.clear - start, 0)
 
-    def inside(self, band: Band) -> Bool[Tensor, "*s r c"]:
+    def pieces(self, band: Band) -> Iterator[tuple[slice, Bool[Tensor, "*s r c"] | None]]:
+        """The keys of a band in a few slices, each with who is inside; None: all are.
+
+        Where positions ascend, as they do without segments, only the band's edges need a mask, and a narrow band costs
+        what it holds.
+        """
         least, most = band
-        offset = self.j - self.i
+        if not self._ascends:
+            yield slice(None), self._inside(slice(None), band)
+            return
+        j, (first, last) = self.j.flatten(), (int(x) for x in self.i.aminmax())
+        bounds = [
+            0 if least is None else _before(j, first + least),  # no query has an earlier key
+            0 if least is None else _before(j, last + least),  # from here on all queries are past the lower end
+            len(j) if most is None else _before(j, first + most + 1),
+            len(j) if most is None else _before(j, last + most + 1),
+        ]
+        start, stop = bounds[0], bounds[3]
+        inner, outer = bounds[1:3] if bounds[1] < bounds[2] else (stop, stop)
+        for part, inside in ((slice(start, inner), False), (slice(inner, outer), True), (slice(outer, stop), False)):
+            if part.start < part.stop:
+                yield part, None if inside else self._inside(part, band)
+
+    @cached_property
+    def _ascends(self) -> bool:
+        plain = self.j.numel() == len(self.keys) and self.i.numel() == self.i.shape[-2]
+        return plain and self.i.numel() > 0 and bool((self.j.flatten().diff() > 0).all())
+
+    def _inside(self, part: slice, band: Band) -> Bool[Tensor, "*s r c"]:
+        least, most = band
+        offset = self.j[..., part] - self.i
         inside = torch.ones_like(offset, dtype=torch.bool) if least is None else offset >= least
         return inside if most is None else inside & (offset <= most)
+
+    def seen_inside(self, part: slice, inside: Bool[Tensor, "*s r c"]) -> Int[Tensor, "*s r"]:
+        if self.visible is None:
+            return inside.expand(*self.i.shape[:-1], -1).sum(-1)
+        start, stop, _ = part.indices(len(self.keys))
+        clear = min(max(self.clear - start, 0), stop - start)
+        behind = self.visible[..., max(start - self.clear, 0) : max(stop - self.clear, 0)]
+        return (inside & F.pad(behind, (clear, 0), value=True)).sum(-1)
+
+
+def _before(j: Int[Tensor, " c"], position: int) -> int:
+    """How many keys stand before a position."""
+    return int(torch.searchsorted(j, position))
 
 
 def _block(tile: Tile, request: Request, axes: int, dtype: torch.dtype) -> Block:
@@ -184,16 +229,10 @@ def _sums(
     entropy: Float[Tensor, "*b r"],
     block: Block,
 ) -> RowSums:
-    masses, squares, counts, dots = [], [], [], []
-    for band in block.bands:
-        inside = block.inside(band)
-        part = weights if band == (None, None) else weights * inside.to(weights.dtype)
-        masses.append(torch.linalg.vector_norm(part, 1, -1) if absolute is not weights else part.sum(-1))
-        squares.append(torch.linalg.vector_norm(part, dim=-1).square())
-        counts.append((inside & block.seen()).sum(-1))
-        if block.columns is not None:
-            dots.append(part @ block.columns)
+    signed = absolute is not weights
+    bands = [_band_sums(weights, signed, block, band) for band in block.bands]
     none = weights.new_zeros(*mass.shape, 0)
+    width = 0 if block.columns is None else block.columns.shape[-1]
     return RowSums(
         total=mass if absolute is weights else weights.sum(-1),
         mass=mass,
@@ -203,11 +242,33 @@ def _sums(
         where=torch.where(largest > 0, block.keys[place], -1)[..., 0],
         count=block.count(),
         at=none if block.targets is None else _gather(weights, block.targets, block.keys),
-        band_mass=torch.stack(masses, -1) if masses else none,
-        band_square=torch.stack(squares, -1) if squares else none,
-        band_count=torch.stack(counts, -1) if counts else none.long(),
-        band_dot=torch.stack(dots, -2) if dots else none[..., None, :].expand(*mass.shape, len(masses), 0),
+        band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
+        band_square=torch.stack([x[1] for x in bands], -1) if bands else none,
+        band_count=torch.stack([x[2] for x in bands], -1) if bands else none.long(),
+        band_dot=torch.stack([x[3] for x in bands], -2) if bands else none[..., None, :].expand(*mass.shape, 0, width),
     )
+
+
+def _band_sums(
+    weights: Float[Tensor, "*b r c"], signed: bool, block: Block, band: Band
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Σ|a|, Σa², the number of visible keys and Σ a X inside one band."""
+    mass, square = weights.new_zeros(2, *weights.shape[:-1]).unbind()
+    count = torch.zeros(block.i.shape[:-1], dtype=torch.long, device=weights.device)
+    width = 0 if block.columns is None else block.columns.shape[-1]
+    dot = weights.new_zeros(*weights.shape[:-1], width)
+    for part, inside in block.pieces(band):
+        piece = weights[..., part]
+        if inside is None:
+            count = count + block.seen(part)
+        else:
+            piece = piece * inside.to(piece.dtype)
+            count = count + block.seen_inside(part, inside)
+        mass += torch.linalg.vector_norm(piece, 1, -1) if signed else piece.sum(-1)
+        square += torch.linalg.vector_norm(piece, dim=-1).square()
+        if block.columns is not None:
+            dot += piece @ block.columns[..., part, :]
+    return mass, square, count, dot
 
 
 def _gather(
