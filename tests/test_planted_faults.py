@@ -85,6 +85,13 @@ class WrongAdjoint(h.Softmax):
         return apply, lambda y: adjoint(y.flip(-2))
 
 
+class SumsAnotherMatrix(h.Softmax):
+    """Rows of the reversed keys: as large in all, at other places."""
+
+    def row_sums(self, q, k, request, *, segments=None):
+        return super().row_sums(q, k.flip(-2), request, segments=segments)
+
+
 class DetachesKeys(Dense):
     def scores(self, q, k):
         return super().scores(q, k.detach())
@@ -402,6 +409,7 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     TopLeft: {"forward_is_matrix_times_v", "operator_is_the_matrix"},
     ClipsValues: {"outputs_add_up_with_the_values"},
     WrongAdjoint: {"operator_is_the_matrix"},
+    SumsAnotherMatrix: {"operator_is_the_matrix"},
     DetachesKeys: {"gradients_are_those_of_the_matrix"},
     DetachesItsParameter: {"gradients_are_those_of_the_matrix"},
     ClaimsToReadNothing: {"unread_queries_and_keys_have_no_say"},

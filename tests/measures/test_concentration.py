@@ -31,6 +31,7 @@ def inputs(n=N, m=N, seed=0):
     return torch.randn(2, n, D, dtype=torch.float64), torch.randn(2, m, D, dtype=torch.float64)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
 def test_both_conventions_by_their_definition(mechanism, segments):
@@ -101,6 +102,7 @@ def test_gaussian_keys_give_the_closed_form():
         assert abs(float(S.mean() - wanted)) < 4 * float(S.std() / 10)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 4), (4, 0), (1, 1)])
 def test_empty_matrices(n, m):
     found = h.concentration(h.Softmax(h.Full()).operator(torch.randn(2, n, 3), torch.randn(2, m, 3)))

@@ -36,6 +36,7 @@ def definition(A, P, defined):
     return (A * P).sum() ** 2 / ((A * A).sum() * (P * P).sum()), A[P > 0].sum() / A.sum()
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fixed_pattern_gets_its_name_back(kind, segments):
@@ -140,6 +141,7 @@ def test_induction_needs_the_tokens_and_finds_them():
     assert float(h.positional_pattern(op, few).of("induction")) == 0  # one row says nothing about a head
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_heads_of_a_batch_have_tokens_of_their_own():
     tokens = torch.stack([torch.arange(10).repeat(3), torch.arange(15).repeat(2)])[:, None]
     A = torch.zeros(2, 1, 30, 30, dtype=torch.float64)
@@ -150,6 +152,7 @@ def test_heads_of_a_batch_have_tokens_of_their_own():
     assert found.labels == [["induction"], ["induction"]]
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_a_mixture_of_mechanisms_head_by_head():
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 4, 100, 16).unbind()
@@ -168,6 +171,7 @@ def test_signed_and_unnormalised_heads():
     assert float(fading.of("band")) > 0.95
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_short_sequences_have_scores_and_no_accidents(n):
     x = torch.randn(2, n, 4)
@@ -176,6 +180,7 @@ def test_short_sequences_have_scores_and_no_accidents(n):
     assert bool(((found.scores >= 0) & (found.scores <= 1)).all())
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_queries_after_a_cache():
     x = torch.zeros(1, 80, 1)
     for kind in ("current", "previous", "left", "end", "last"):

@@ -78,6 +78,7 @@ def assert_agrees(mechanism, q, k, segments, atol=1e-12):
     return rows, A
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("name", h.CATALOG)
 def test_every_mechanism_has_the_statistics_of_its_matrix(name, segments):
@@ -85,6 +86,7 @@ def test_every_mechanism_has_the_statistics_of_its_matrix(name, segments):
     assert_agrees(mechanism, *inputs(), segments, atol=1e-9)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_every_pattern_and_every_schedule(pattern, segments, monkeypatch):
@@ -115,6 +117,7 @@ def test_log_sum_exp_is_that_of_the_visible_scores(segments):
     assert h.row_statistics(h.Linear().operator(q, k)).log_sum_exp is None
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize("sink", [[0.5, 3.0], [-100.0, 100.0]], ids=["mild", "extreme"])
 def test_a_sink_logit_takes_mass_and_is_part_of_the_log_sum_exp(sink):
     q, k = inputs()
@@ -136,6 +139,7 @@ def test_bias_and_softcap_reach_the_statistics():
     assert_agrees(h.Softmax(h.Full(), bias=lambda i, j: -0.1 * (i - j).abs()), q, k, PACKED)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_grouped_queries_and_queries_after_a_cache():
     q, k = inputs(n=13, batch=(2, 1, 3))[0], inputs(batch=(2, 1, 1))[1]
     for mechanism in (h.Softmax(h.Window(9, sinks=3)), h.Linear(), h.Quadratic()):
@@ -143,6 +147,7 @@ def test_grouped_queries_and_queries_after_a_cache():
         assert_agrees(mechanism, q, k, PACKED[:, None])
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_cross_attention_with_a_pair_of_segments():
     q, k = inputs(n=11, m=17, batch=(2,))
     pair = torch.tensor([[0] * 5 + [1] * 6, [0] * 11]), torch.tensor([[0] * 9 + [1] * 8, [0] * 10 + [-1] * 7])
@@ -151,6 +156,7 @@ def test_cross_attention_with_a_pair_of_segments():
     assert_agrees(h.Softmax(h.Full()), *inputs(n=30, m=17), None)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 1), (1, 9)])
 def test_empty_and_single_rows(n, m):
     q, k = torch.randn(2, n, 4), torch.randn(2, m, 4)
@@ -191,6 +197,7 @@ def test_low_precision_errs_no_more_than_the_dense_matrix_in_it(dtype, mechanism
         assert float((ours.double() - exact).abs().max()) <= max(2 * float((theirs - exact).abs().max()), floor)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_statistics_of_the_adjoint_are_those_of_the_columns():
     q, k = inputs()
     A = h.Softmax().operator(q, k, segments=PACKED)
@@ -202,6 +209,7 @@ def test_statistics_of_the_adjoint_are_those_of_the_columns():
     torch.testing.assert_close(columns.at_offset[..., :-1, 2], below, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_a_mixture_keeps_the_requests_of_its_heads_apart():
     q, k = inputs(batch=(2, 4))
     mixture = h.Mixture([h.Softmax(), h.FixedPattern("left"), h.FixedPattern("left"), h.Quadratic()])
@@ -224,6 +232,7 @@ def test_padding_with_nan_in_it_reaches_nothing():
             torch.testing.assert_close(getattr(dirty, name), x, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_the_mass_of_sinks_is_a_mean_over_queries_behind_them():
     q, k = inputs()
     mechanism = h.Softmax(h.Causal())

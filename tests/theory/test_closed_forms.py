@@ -72,6 +72,7 @@ def test_relu2_is_smooth_where_its_two_forms_meet_and_rises():
     torch.testing.assert_close(cf.S_relu2(z, 1.0), cf.S_relu2(5 * z, 5.0), rtol=1e-13, atol=0)
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_the_ends_of_beta_and_gamma():
     assert float(cf.S_relu2(2.0, 0.0)) == float(cf.S_identity(-2.0, 0.0)) == 1.0
     assert float(cf.S_relu2(-2.0, 0.0)) == 0.0
@@ -91,6 +92,7 @@ def test_samples_of_Gaussian_keys():
         assert abs(float(S.mean() - wanted)) < 4 * float(S.std() / 20) + bias
 
 
+@pytest.mark.usefixtures("annotations_enforced")
 def test_non_negative_features_have_exactly_the_formula_of_their_moments():
     generator = torch.Generator().manual_seed(0)
     k = torch.rand(1000, 5, dtype=torch.float64, generator=generator) ** 3

@@ -147,7 +147,8 @@ class _Head:
         bands = ((None, -2), (2, None), (-1, 1), (-width, width))  # the first three are the whole row
         request = Request(torch.cat(list(self.targets.values()), -1), bands, _cubes(op.layout))
         sums = checked_sums(op, request)
-        self.sums = RowSums(**{name: x.double() for name, x in sums.tensors().items()})
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in sums.tensors().items()}
+        self.sums = RowSums(**wide)
         sizes = [x.shape[-1] for x in self.targets.values()]
         self.at = dict(zip(self.targets, self.sums.at.split(sizes, -1), strict=True))
         self.real = self.sums.mass > 0

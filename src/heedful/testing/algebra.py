@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from heedful.core import Mechanism
+from heedful.kernels.row_statistics.sums import Request
 from heedful.segments import Segments
 from heedful.shapes import Tensor
 from heedful.testing.case import Case, DoesNotApply, Oracle, assert_agrees, assert_same, dense, oracle, oracles
@@ -51,7 +52,7 @@ def outputs_add_up_with_the_values(case: Case) -> None:
 
 
 def operator_is_the_matrix(case: Case) -> None:
-    """A @ x, A.mT @ y, rows and to_dense are those of matrix(q, k), for vectors, many columns and wider batches."""
+    """A @ x, A.mT @ y, rows, sums over rows and to_dense are those of matrix(q, k)."""
     mechanism = case.mechanism()
     ids = torch.tensor([0] * 11 + [1] * 20 + [-1] * 2)
     for n, m, segments in ((33, 33, None), (9, 63, None), (33, 33, ids)):
@@ -61,6 +62,7 @@ def operator_is_the_matrix(case: Case) -> None:
             A = mechanism.operator(q, k, segments=segments)
             _products_agree(A, mechanism.matrix(q, k, segments=segments), where)
             _parts_agree(A, mechanism.matrix(q, k, segments=segments), where)
+            _row_sums_agree(A, mechanism.matrix(q, k, segments=segments), where)
 
 
 def _products_agree(A, full: Tensor, where: str) -> None:
@@ -97,6 +99,26 @@ def _parts_agree(A, full: Tensor, where: str) -> None:
     for index in ([0, n // 2, n - 1], slice(1, None, 3), torch.tensor([n - 1])):
         want = Oracle(full[..., index, :], exact.bound)
         assert_agrees(A.rows(index), want, f"rows({index}) = matrix[{index}] at {where}", "a wrong adjoint")
+
+
+def _row_sums_agree(A, full: Tensor, where: str) -> None:
+    n, m = full.shape[-2:]
+    targets = torch.arange(n)[:, None].add(torch.tensor([0, 3])).remainder(m)
+    sums = A.row_sums(Request(targets))
+    wanted: dict[str, Callable[[Tensor], Tensor]] = {
+        "total": lambda a: a.sum(-1),
+        "mass": lambda a: a.abs().sum(-1),
+        "square": lambda a: a.square().sum(-1),
+        "largest": lambda a: a.abs().amax(-1),
+        "at": lambda a: a.gather(-1, targets.expand(*a.shape[:-1], -1)),
+    }
+    for name, definition in wanted.items():
+        assert_agrees(
+            getattr(sums, name),
+            oracle(definition, full, terms=m + n),
+            f"row_sums().{name} is that of the matrix at {where}",
+            "row_sums() sums another matrix",
+        )
 
 
 def gradients_are_those_of_the_matrix(case: Case) -> None:

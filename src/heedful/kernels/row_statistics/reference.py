@@ -107,10 +107,10 @@ class Block:
     Every query sees the first `clear` keys; `visible` is about those after them, and None where all are seen.
     """
 
-    i: Int[Tensor, "*s r 1"]
-    j: Int[Tensor, "*s 1 c"] | Int[Tensor, " c"]
+    i: Int[Tensor, "*#s r 1"]
+    j: Int[Tensor, "*#s 1 c"] | Int[Tensor, " c"]
     keys: Int[Tensor, " c"]
-    visible: Bool[Tensor, "*s r c"] | None
+    visible: Bool[Tensor, "*#s r behind"] | None
     clear: int
     targets: Int[Tensor, "*#b r t"] | None
     columns: Float[Tensor, "*#b c x"] | None
@@ -240,7 +240,7 @@ def _sums(
         entropy=entropy,
         largest=largest[..., 0],
         where=torch.where(largest > 0, block.keys[place], -1)[..., 0],
-        count=block.count(),
+        count=block.count().expand(mass.shape),
         at=none if block.targets is None else _gather(weights, block.targets, block.keys),
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
         band_square=torch.stack([x[1] for x in bands], -1) if bands else none,
@@ -268,7 +268,7 @@ def _band_sums(
         square += torch.linalg.vector_norm(piece, dim=-1).square()
         if block.columns is not None:
             dot += piece @ block.columns[..., part, :]
-    return mass, square, count, dot
+    return mass, square, count.expand(mass.shape), dot
 
 
 def _gather(
