@@ -140,7 +140,8 @@ class Mechanism(nn.Module, ABC):
             return adjoint(unit.expand(*batch, -1, -1)).mT
 
         layout = resolve(segments, n, m, q.device)
-        return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
+        with as_given(q):
+            return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
         """Which backend a call would run on, and why not the others."""

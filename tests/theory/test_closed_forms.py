@@ -173,7 +173,7 @@ def test_small_spreads_follow_the_law_of_large_numbers_and_large_ones_freeze():
 @pytest.mark.parametrize("c", [1.2, 2.0, 4.0])
 def test_the_limit_by_samples_of_the_Poisson_Dirichlet_law(c):
     """Points of intensity α x^{−α−1} dx are Γ_k^{−1/α} for the arrivals Γ_k of a Poisson process."""
-    arrivals = torch.empty(4000, 4000, dtype=torch.float64)
+    arrivals = torch.empty(3000, 1500, dtype=torch.float64)
     arrivals.exponential_(generator=torch.Generator().manual_seed(1))
     points = arrivals.cumsum(-1) ** -c
     alpha = 1 / c
