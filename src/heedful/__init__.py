@@ -1,6 +1,6 @@
 """heedful measures the structure of Transformer attention, and puts it to work."""
 
-from heedful import nn, segments, testing
+from heedful import nn, segments, testing, theory
 from heedful.core import (
     Cost,
     Dims,
@@ -138,4 +138,5 @@ __all__ = [
     "segments",
     "sink_mass",
     "testing",
+    "theory",
 ]
