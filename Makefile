@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: help show test check bench clean
+.PHONY: help show test check bench peers figures clean
 help:  ## what one can do here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -22,10 +22,14 @@ check: $(VENV)/.installed-dev  ## style and types
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev  ## the figures of README and docs, measured on this machine
+bench: peers  ## heedful against its peers, growth, memory: about 20 minutes of a quiet machine
+	@$(BIN)/heedful bench --out benchmarks/results --plot docs/crossover.svg
+
+peers: $(VENV)/.installed-peers  ## install the packages that heedful is compared with
+
+figures: $(VENV)/.installed-dev  ## the other figures of README and docs
 	@$(BIN)/python benchmarks/contract.py
 	@$(BIN)/python benchmarks/drop_in.py
-	@$(BIN)/python benchmarks/window.py
 	@$(BIN)/python benchmarks/adjoint.py
 	@$(BIN)/python benchmarks/streaming.py
 	@$(BIN)/python benchmarks/random_features.py
@@ -48,4 +52,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "── installing what the tests need"
 	@$(PIP) install -c constraints.txt -e '.[dev,kernels]'
+	@touch $@
+
+# performer-pytorch imports distutils, which setuptools provides from Python 3.12 on. pytorch-fast-transformers is built
+# here, in some minutes, with a C++ compiler; without nvcc, since it does not build with a recent one.
+$(VENV)/.installed-peers: $(VENV)/.installed-dev
+	@echo "── installing the peers"
+	@$(PIP) install -c constraints.txt -e '.[peers]' setuptools wheel
+	@echo "── building pytorch-fast-transformers (some minutes)"
+	@PATH="$$(echo "$$PATH" | tr : '\n' | while read -r p; do [ -x "$$p/nvcc" ] || printf '%s:' "$$p"; done)" CUDA_HOME= \
+		$(BIN)/pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps pytorch-fast-transformers \
+		> $(VENV)/fast-transformers.log 2>&1 \
+		|| echo "pytorch-fast-transformers did not build: it is left out. See $(VENV)/fast-transformers.log"
 	@touch $@

@@ -110,7 +110,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import torch
 import heedful as h
-import heedful.nn, heedful.testing
+import heedful.nn, heedful.testing, heedful.bench.run
 q, k, v = torch.randn(3, 2, 20, 4).unbind()
 for name, entry in h.CATALOG.items():
     mechanism = entry.sample(d=4, heads=2, length=20)

@@ -1,0 +1,204 @@
+"""The three tables, cell by cell: what was taken before is not taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from heedful.bench.cases import Case
+from heedful.bench.catalogue import affordable, cost, instance, is_linear
+from heedful.bench.memory import measure_apart
+from heedful.bench.peers import DENSE, DENSE_CAUSAL, Contender
+from heedful.bench.rows import Journal, Row, version
+from heedful.bench.setting import FORWARD, PASSES, Setting, Work
+from heedful.bench.timing import Pace, race, summary
+from heedful.core import Mechanism
+from heedful.mechanisms import Entry
+from heedful.mechanisms.softmax import Softmax
+from heedful.patterns import Causal, Full
+
+PEER_KEY = ("case", "contender", "n", "pass")
+GROWTH_KEY = ("entry", "n", "pass")
+MEMORY_KEY = ("entry", "n", "pass")
+
+GROWTH_SIZES = tuple(2**p for p in range(7, 16))
+MEMORY_SIZES = (1024, 2048, 4096, 8192, 16384, 131072)
+
+Say = Callable[[str], None]
+
+
+def measure_peers(
+    cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Journal, pace: Pace, say: Say
+) -> None:
+    """Every case at every length: all its contenders in interleaved rounds."""
+    for case in cases:
+        for n in sizes:
+            todo = [which for which in PASSES if _outdated(case, n, which, journal)]
+            made = _make(case, setting, n) if todo else {}
+            for which in PASSES:
+                rows = _run_cell(case, setting, n, which, made, pace) if which in todo else None
+                if rows is not None:
+                    journal.add(rows)
+                say(f"{case.name}, N = {n}, {which}: " + (_spoken(rows) if rows is not None else "taken before"))
+
+
+def _outdated(case: Case, n: int, which: str, journal: Journal) -> bool:
+    """Whether a row is missing, or was refused for a package that is there now."""
+    for contender in case.contenders:
+        row = journal.find(case=case.name, contender=contender.name, n=n, **{"pass": which})
+        if row is None or (row["problem"] == _missing(contender) and contender.installed):
+            return True
+    return False
+
+
+def _missing(contender: Contender) -> str:
+    return f"not installed: pip install {contender.package}"
+
+
+def _make(case: Case, setting: Setting, n: int) -> dict[str, Work | str]:
+    """The work of each contender, or why there is none."""
+    made: dict[str, Work | str] = {}
+    for contender in case.contenders:
+        if not contender.installed:
+            made[contender.name] = _missing(contender)
+            continue
+        try:
+            made[contender.name] = contender.make(setting, n)
+        except Exception as error:  # a peer may break in any way; the others go on
+            made[contender.name] = _problem(error)
+    return made
+
+
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+
+
+def _run_cell(case: Case, setting: Setting, n: int, which: str, made: dict[str, Work | str], pace: Pace) -> list[Row]:
+    works = {name: work for name, work in made.items() if isinstance(work, Work)}
+    times = race({name: work.call(which) for name, work in works.items()}, setting.now, pace)
+    apart = _differences(case, setting) if which == FORWARD else {}
+    rows = []
+    for contender in case.contenders:
+        found: Any = times.get(contender.name, made[contender.name])
+        found = _problem(found) if isinstance(found, Exception) else found
+        rows.append(
+            {
+                "case": case.name,
+                "contender": contender.name,
+                "ours": contender in case.ours,
+                "n": n,
+                "pass": which,
+                **(summary(found) if isinstance(found, list) else {"seconds": None}),
+                "problem": None if isinstance(found, list) else found,
+                "difference": apart.get(contender.name),
+                "note": contender.note,
+                "version": version(contender.package),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def _differences(case: Case, setting: Setting, n: int = 1024) -> dict[str, float]:
+    """How far each rival's output is from heedful's, over heedful's, at a length that costs nothing."""
+    found = {}
+    ours = case.ours[0].make(setting, n)
+    reference = ours.function(*ours.inputs)
+    for rival in case.rivals:
+        if rival.same and rival.installed:
+            try:
+                work = rival.make(setting, n)
+                out = work.function(*work.inputs)
+                found[rival.name] = float((out - reference).norm() / reference.norm())
+            except Exception:  # its row of times says what is wrong
+                continue
+    return found
+
+
+def _spoken(rows: list[Row]) -> str:
+    times = [(row["contender"], row["seconds"]) for row in rows if row["seconds"]]
+    return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times) or "nothing to time"
+
+
+def measure_growth(
+    entries: Iterable[Entry],
+    sizes: Iterable[int],
+    setting: Setting,
+    journal: Journal,
+    pace: Pace,
+    say: Say,
+    longest: float = 3.0,
+) -> None:
+    """Every entry, and dense softmax with it, from short to long, while a call is expected below `longest` seconds."""
+    ways = [*_dense_ways(setting), *((entry.name, _builder(entry, setting)) for entry in entries)]
+    spent: dict[tuple[str, str], dict[int, float]] = {}
+    for n in sizes:
+        for name, build in ways:
+            try:
+                mechanism = build(n)
+            except ValueError as refusal:  # such as more landmarks than tokens
+                say(f"{name}, N = {n}: not at this length; {refusal}")
+                continue
+            for which in PASSES:
+                so_far = spent.setdefault((name, which), {})
+                row = journal.find(entry=name, n=n, **{"pass": which})
+                if row is None and affordable(mechanism, setting, so_far, n, longest):
+                    row = _growth_row(name, mechanism, setting, n, which, pace)
+                    journal.add([row])
+                if row is not None and row["seconds"]:
+                    so_far[n] = row["seconds"]
+            say(f"{name}, N = {n}")
+
+
+def _dense_ways(setting: Setting) -> list[tuple[str, Callable[[int], Mechanism]]]:
+    """Dense softmax stands in the table under the names that `cases.py` has for it."""
+    return [(DENSE_CAUSAL.name, lambda n: Softmax(Causal())), (DENSE.name, lambda n: Softmax(Full()))]
+
+
+def _builder(entry: Entry, setting: Setting) -> Callable[[int], Mechanism]:
+    return lambda n: instance(entry, setting, n)
+
+
+def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which: str, pace: Pace) -> Row:
+    contender = {DENSE_CAUSAL.name: DENSE_CAUSAL, DENSE.name: DENSE}.get(name)
+    work = contender.make(setting, n) if contender else Work(mechanism, setting.draw(n))
+    found = race({name: work.call(which)}, setting.now, pace)[name]
+    said = cost(mechanism, setting, n)
+    return {
+        "entry": name,
+        "n": n,
+        "pass": which,
+        "causal": mechanism.pattern.is_causal,
+        **(summary(found) if isinstance(found, list) else {"seconds": None}),
+        "problem": None if isinstance(found, list) else _problem(found),
+        "flops": said.flops,
+        "bytes": said.bytes,
+    }
+
+
+def measure_memory(
+    entries: Iterable[Entry], sizes: Iterable[int], setting: Setting, journal: Journal, say: Say
+) -> None:
+    """Every entry in a process of its own; beyond 16,384 tokens only those whose time is linear in N, or nearly."""
+    for entry in entries:
+        own = [n for n in sizes if n <= 16384 or _goes_far(entry)]
+        if all(journal.find(entry=entry.name, n=n, **{"pass": which}) for n in own for which in PASSES):
+            say(f"{entry.name}: taken before")
+            continue
+        rows = []
+        for row in measure_apart(entry.name, setting, own):
+            rows.append({"peak_bytes": None, "largest_bytes": None, "resident_bytes": None, "problem": None, **row})
+            journal.add(rows[-1:])
+        say(f"{entry.name}: {_peaks(rows)}")
+
+
+def _goes_far(entry: Entry) -> bool:
+    return is_linear(entry) or entry.complexity.startswith("N·(")
+
+
+def _peaks(rows: list[Row]) -> Iterator[str] | str:
+    last = max((row["n"] for row in rows if row["peak_bytes"]), default=None)
+    shares = [f"{row['peak_bytes'] / row['input_bytes']:.3g}" for row in rows if row["n"] == last and row["peak_bytes"]]
+    return f"N = {last}, {' and '.join(shares)} times q, k, v" if shares else "nothing measured"

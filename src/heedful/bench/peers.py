@@ -1,0 +1,229 @@
+"""Other packages' attention as `Work`, one function each, imported where it is used.
+
+A peer gets what it computes compared with the same from heedful: the same tensors, parameters and precision. Where it
+offers only a whole layer, its dense projections are replaced by slices of its input, so that q, k and v are given and
+attention alone is timed; heedful then gets the same slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from heedful.bench.setting import Setting, Work
+from heedful.core import Mechanism
+from heedful.mechanisms.linear import Linear
+from heedful.mechanisms.linformer import Linformer
+from heedful.mechanisms.nystrom import Nystrom
+from heedful.patterns import Pattern
+from heedful.random_features import FavorPlus
+from heedful.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a case.
+
+    make      the work at n tokens
+    package   its name on PyPI, with the module to import; none for heedful and torch
+    note      where it computes something else than heedful, or needs something done to it
+    same      its output should be heedful's
+    """
+
+    name: str
+    make: Callable[[Setting, int], Work]
+    package: str | None = None
+    module: str | None = None
+    note: str = ""
+    same: bool = True
+
+    @property
+    def installed(self) -> bool:
+        return self.module is None or find_spec(self.module) is not None
+
+
+def attend(mechanism: Mechanism) -> Callable[[Setting, int], Work]:
+    """A mechanism of no particular length."""
+    return lambda setting, n: Work(mechanism.to(setting.device), setting.draw(n))
+
+
+# ── dense softmax
+
+
+def _dense(causal: bool, setting: Setting, n: int) -> Work:
+    return Work(partial(F.scaled_dot_product_attention, is_causal=causal), setting.draw(n))
+
+
+DENSE_CAUSAL = Contender("dense causal SDPA", partial(_dense, True), same=False)
+DENSE = Contender("dense SDPA", partial(_dense, False), same=False)
+
+
+# ── causal linear attention
+
+
+def _fast_transformers(setting: Setting, n: int) -> Work:
+    from fast_transformers.attention.causal_linear_attention import CausalLinearAttention
+    from fast_transformers.feature_maps import elu_feature_map
+
+    layer = CausalLinearAttention(setting.d, elu_feature_map)
+    causal = SimpleNamespace(lower_triangular=True)  # its own mask object is an n × n matrix that it never reads
+    whole = SimpleNamespace(float_matrix=torch.ones(setting.batch, n, device=setting.device))
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """It takes (batch, n, heads, d) and copies to (batch, heads, n, d); these views spare it the copy."""
+        out = layer(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, whole, whole)
+        return out.transpose(1, 2)
+
+    return Work(function, setting.draw(n))
+
+
+FAST_TRANSFORMERS = Contender(
+    "fast-transformers",
+    _fast_transformers,
+    "pytorch-fast-transformers",
+    "fast_transformers",
+    "adds 1e-6 to the normaliser",
+)
+
+
+# ── FAVOR+
+
+
+def favor(pattern: Pattern, features: int = 256) -> Callable[[Setting, int], Work]:
+    def make(setting: Setting, n: int) -> Work:
+        mechanism = Linear(FavorPlus(setting.d, features, setting.seed), pattern).to(setting.device)
+        return Work(mechanism, setting.draw(n))
+
+    return make
+
+
+def _performer(causal: bool, setting: Setting, n: int) -> Work:
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints that its CUDA extension is missing
+        from performer_pytorch import FastAttention
+
+        layer = FastAttention(setting.d, nb_features=256, causal=causal).to(setting.device)
+    rows = FavorPlus(setting.d, 256, setting.seed).projection.rows()
+    layer.projection_matrix.copy_(rows)  # the same draw, so that outputs can be compared
+    return Work(layer, setting.draw(n))
+
+
+PERFORMER = Contender(
+    "performer-pytorch",
+    partial(_performer, False),
+    "performer-pytorch",
+    "performer_pytorch",
+    "adds 1e-4 to every feature",
+)
+PERFORMER_CAUSAL = Contender(
+    "performer-pytorch",
+    partial(_performer, True),
+    "performer-pytorch",
+    "performer_pytorch",
+    "adds 1e-4 to every feature; scales keys by a maximum that includes the future",
+)
+
+
+# ── windows
+
+
+def _local_attention(setting: Setting, n: int) -> Work:
+    from local_attention import LocalAttention
+
+    layer = LocalAttention(512, causal=True, exact_windowsize=True, use_rotary_pos_emb=False)
+    return Work(layer, setting.draw(n))
+
+
+LOCAL_ATTENTION = Contender("local-attention", _local_attention, "local-attention", "local_attention")
+
+
+# ── layers whose projections are replaced by slices
+
+
+class _Slice(nn.Module):
+    """The i-th third of the features."""
+
+    def __init__(self, i: int):
+        super().__init__()
+        self.i = i
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(3, -1)[self.i]
+
+
+def _joined(setting: Setting, n: int) -> Float[Tensor, "b n three_h_d"]:
+    """q, k and v beside each other, as the projections of a layer give them."""
+    return torch.cat([x.transpose(1, 2).flatten(2) for x in setting.draw(n)], -1)
+
+
+def _on_joined(mechanism: Mechanism, setting: Setting) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (setting.heads, setting.d)).transpose(1, 2) for part in x.chunk(3, -1))
+        return mechanism(q, k, v).transpose(1, 2).flatten(2)
+
+    return function
+
+
+def _mixes(setting: Setting, n: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Linformer's E and F."""
+    generator = torch.Generator().manual_seed(setting.seed + 1)
+    E, F = (torch.randn(rank, n, generator=generator) * n**-0.5 for _ in range(2))
+    return E.to(setting.device), F.to(setting.device)
+
+
+def linformer(setting: Setting, n: int, rank: int = 256) -> Work:
+    mechanism = Linformer(n, rank, shared=False).to(setting.device)
+    with torch.no_grad():
+        for own, given in zip(mechanism.parameters(), _mixes(setting, n, rank), strict=True):
+            own.copy_(given)
+    return Work(_on_joined(mechanism, setting), [_joined(setting, n)], list(mechanism.parameters()))
+
+
+def _linformer(setting: Setting, n: int, rank: int = 256) -> Work:
+    from linformer import LinformerSelfAttention
+
+    layer = LinformerSelfAttention(setting.heads * setting.d, n, k=rank, heads=setting.heads, dim_head=setting.d)
+    layer.to_q, layer.to_k, layer.to_v, layer.to_out = _Slice(0), _Slice(1), _Slice(2), nn.Identity()
+    layer = layer.to(setting.device)
+    with torch.no_grad():
+        for own, given in zip((layer.proj_k, layer.proj_v), _mixes(setting, n, rank), strict=True):
+            own.copy_(given.mT)
+    return Work(layer, [_joined(setting, n)], list(layer.parameters()))
+
+
+LINFORMER = Contender("linformer", _linformer, "linformer", "linformer", "its q, k, v, out projections taken out")
+
+
+def nystrom(landmarks: int) -> Callable[[Setting, int], Work]:
+    def make(setting: Setting, n: int) -> Work:
+        return Work(_on_joined(Nystrom(landmarks), setting), [_joined(setting, n)])
+
+    return make
+
+
+def _nystrom(landmarks: int, setting: Setting, n: int) -> Work:
+    from nystrom_attention import NystromAttention
+
+    layer = NystromAttention(
+        setting.heads * setting.d, setting.d, setting.heads, num_landmarks=landmarks, residual=False
+    ).to(setting.device)
+    layer.to_qkv, layer.to_out = nn.Identity(), nn.Identity()
+    return Work(layer, [_joined(setting, n)])
+
+
+def nystrom_attention(landmarks: int) -> Contender:
+    return Contender(
+        "nystrom-attention",
+        partial(_nystrom, landmarks),
+        "nystrom-attention",
+        "nystrom_attention",
+        "its projections and convolution taken out; one norm for all heads in Z₀",
+    )

@@ -1,0 +1,154 @@
+"""One run: which tables, where their rows lie, and what is said meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from heedful.bench import tables
+from heedful.bench.cases import CASES, SIZES
+from heedful.bench.measure import (
+    GROWTH_KEY,
+    GROWTH_SIZES,
+    MEMORY_KEY,
+    MEMORY_SIZES,
+    PEER_KEY,
+    measure_growth,
+    measure_memory,
+    measure_peers,
+)
+from heedful.bench.memory import limit_memory
+from heedful.bench.plot import crossover_svg
+from heedful.bench.rows import Journal, Row, provenance
+from heedful.bench.setting import PASSES, Setting
+from heedful.bench.timing import Pace
+from heedful.mechanisms import CATALOG
+
+TABLES = ("peers", "growth", "memory")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    only     cases and entries of the catalogue, by name; all where there is none
+    sizes    lengths, instead of each table's own
+    fresh    forget rows that were taken before
+    heads of the memory table are fixed: its figures are shares of the inputs, and long sequences shall fit
+    """
+
+    out: Path
+    setting: Setting
+    tables: tuple[str, ...] = TABLES
+    only: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    fresh: bool = False
+    pace: Pace = Pace()  # noqa: RUF009  (frozen)
+
+    def journal(self, table: str) -> Journal:
+        key = {"peers": PEER_KEY, "growth": GROWTH_KEY, "memory": MEMORY_KEY}[table]
+        path = self.out / f"{self.setting.device}_{table}.json"
+        fresh = self.fresh and table in self.tables
+        return Journal(path, key, provenance(self.setting_of(table)), fresh=fresh)
+
+    def setting_of(self, table: str) -> Setting:
+        return replace(self.setting, heads=min(2, self.setting.heads)) if table == "memory" else self.setting
+
+    def lengths(self, own: Sequence[int]) -> tuple[int, ...]:
+        return self.sizes or tuple(own)
+
+
+def check_names(only: Sequence[str]) -> None:
+    """Say which names there are, where one is not among them."""
+    for name in only:
+        if name not in CASES and name not in CATALOG:
+            raise ValueError(
+                f"{name!r} is neither a case ({', '.join(CASES)}) nor an entry of the catalogue (`heedful list`)."
+            )
+
+
+def run(plan: Plan) -> dict[str, list[Row]]:
+    """Measure what is missing; the rows of all tables, those of other tables as they were."""
+    check_names(plan.only)
+    torch.set_num_threads(plan.setting.threads)
+    limit_memory()
+    cases = [case for name, case in CASES.items() if not plan.only or name in plan.only]
+    entries = [entry for name, entry in CATALOG.items() if not plan.only or name in plan.only]
+    journals = {table: plan.journal(table) for table in TABLES}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peers warn about what they were written for
+        for table in plan.tables:
+            setting, journal = plan.setting_of(table), journals[table]
+            match table:
+                case "peers":
+                    sizes = plan.lengths(SIZES)
+                    with Progress(table, len(cases) * len(sizes) * len(PASSES)) as progress:
+                        measure_peers(cases, sizes, setting, journal, plan.pace, progress.say)
+                case "growth":
+                    sizes = plan.lengths(GROWTH_SIZES)
+                    pace = replace(plan.pace, least=2, budget=plan.pace.budget / 4, patience=plan.pace.patience / 5)
+                    with Progress(table, (len(entries) + 2) * len(sizes)) as progress:
+                        measure_growth(entries, sizes, setting, journal, pace, progress.say)
+                case "memory":
+                    sizes = plan.lengths(MEMORY_SIZES)
+                    with Progress(table, len(entries)) as progress:
+                        measure_memory(entries, sizes, setting, journal, progress.say)
+            if not plan.only and not plan.sizes:
+                journal.forget_others()
+    return {table: journal.rows() for table, journal in journals.items()}
+
+
+def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:
+    """The tables that were asked for."""
+    parts = []
+    if "peers" in chosen:
+        parts.append(tables.peers_table(rows["peers"]))
+    if "growth" in chosen:
+        parts += [tables.crossover_table(rows["growth"]), tables.growth_table(rows["growth"], rows["memory"])]
+    if "memory" in chosen:
+        parts.append(tables.memory_table(rows["memory"]))
+    return "\n\n".join(parts)
+
+
+def draw(rows: dict[str, list[Row]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(crossover_svg(rows["growth"]))
+
+
+class Progress:
+    """One line a step on stderr; in a terminal, with rich, a bar below them."""
+
+    def __init__(self, table: str, total: int):
+        self.table, self.total, self.done = table, total, 0
+        self._bar = None
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress as Bar
+            except ImportError:
+                return
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(table, total=total)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self.done += 1
+        if self._bar is None:
+            print(f"{self.table} {self.done}/{self.total}: {text}", file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.update(self._task, completed=self.done)
