@@ -139,7 +139,7 @@ def bench_command(
         list[str] | None, typer.Option("--only", metavar="NAME", help="This case or mechanism alone; repeatable.")
     ] = None,
     n: Annotated[list[int] | None, typer.Option("--n", help="Tokens; repeatable. Each table has its own.")] = None,
-    heads: Annotated[int, typer.Option("--heads", help="Number of heads; memory takes at most 2.")] = 8,
+    heads: Annotated[int, typer.Option("--heads", help="Number of heads; memory takes one.")] = 8,
     d: Annotated[int, typer.Option("--d", help="Width of one head.")] = 64,
     threads: Annotated[int | None, typer.Option("--threads", help="Threads of torch.  [default: torch's]")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="Count this process's time, not the clock's.")] = False,

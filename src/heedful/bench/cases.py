@@ -64,8 +64,14 @@ _CASES = (
         (peers.LINFORMER,),
         {"linformer": Goal(1.5)},
     ),
-    Case(
-        "nystrom",
+    Case(  # the package's own default
+        "nystrom-256",
+        (Contender("Nystrom(256)", peers.nystrom(256)),),
+        (peers.nystrom_attention(256),),
+        {"nystrom-attention": Goal(1.5)},
+    ),
+    Case(  # the paper's setting, and heedful's default
+        "nystrom-64",
         (Contender("Nystrom(64)", peers.nystrom(64)),),
         (peers.nystrom_attention(64),),
         {"nystrom-attention": Goal(1.5)},

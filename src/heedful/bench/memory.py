@@ -66,7 +66,7 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def measure(name: str, setting: Setting, sizes: list[int], longest: float = 8.0) -> Iterator[Row]:
+def measure(name: str, setting: Setting, sizes: list[int], longest: float = 60.0) -> Iterator[Row]:
     """Rows of one entry, length by length, until a call would take longer than `longest` seconds."""
     spent: dict[int, float] = {}
     for n in sizes:

@@ -40,7 +40,8 @@ class Plan:
     only     cases and entries of the catalogue, by name; all where there is none
     sizes    lengths, instead of each table's own
     fresh    forget rows that were taken before
-    heads of the memory table are fixed: its figures are shares of the inputs, and long sequences shall fit
+
+    The memory table has one head: its figures are shares of the inputs, and long sequences shall fit.
     """
 
     out: Path
@@ -58,7 +59,7 @@ class Plan:
         return Journal(path, key, provenance(self.setting_of(table)), fresh=fresh)
 
     def setting_of(self, table: str) -> Setting:
-        return replace(self.setting, heads=min(2, self.setting.heads)) if table == "memory" else self.setting
+        return replace(self.setting, heads=1) if table == "memory" else self.setting
 
     def lengths(self, own: Sequence[int]) -> tuple[int, ...]:
         return self.sizes or tuple(own)
