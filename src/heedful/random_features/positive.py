@@ -54,7 +54,7 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
         score = self.projection(x)
         if self.hyperbolic:
             score = torch.cat([score, -score], -1)
-        return score - (x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / 2
+        return score.sub_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / 2)  # it is nobody else's
 
     def dim(self, d):
         return self.features * (2 if self.hyperbolic else 1)
@@ -173,7 +173,7 @@ def _log_features(phi: RandomFeatures, x: Tensor, A: Tensor) -> Tensor:
     own = (phi.projection.rows().to(x.dtype).square() * A[..., None, :]).sum(-1)
     own = own + (torch.log1p(-4 * A).sum(-1, keepdim=True) - 2 * log(phi.features)) / 4
     score = phi.projection(x * (1 - 4 * A).sqrt()[..., None, :])
-    return score + own[..., None, :] - x.square().sum(-1, keepdim=True) / 2
+    return score.add_(own[..., None, :]).sub_(x.square().sum(-1, keepdim=True) / 2)  # it is nobody else's
 
 
 def _in_short(A: Tensor) -> str:
