@@ -19,7 +19,7 @@ from heedful import CATALOG, cli
 from heedful.bench import measure, peers, run, tables
 from heedful.bench.cases import CASES, Case, Goal
 from heedful.bench.fits import crossover, growth
-from heedful.bench.memory import allocated, measure_apart
+from heedful.bench.memory import allocated, limited_memory, measure_apart
 from heedful.bench.peers import Contender
 from heedful.bench.plot import crossover_svg
 from heedful.bench.rows import SAME, Journal, provenance
@@ -129,6 +129,16 @@ def test_allocations_are_counted_to_the_byte():
     x = torch.randn(1000)
     assert allocated(lambda: x + x) == (4000, 4000)
     assert allocated(lambda: ((x + x) * x) * x).peak == 8000  # the first is freed before the third is made
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_request_beyond_the_memory_is_an_error_and_the_limit_goes_again():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with limited_memory(), pytest.raises(RuntimeError, match="memory"):
+        torch.empty(2**44, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_memory_is_measured_in_a_process_of_its_own():

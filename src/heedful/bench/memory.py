@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -104,24 +104,34 @@ def measure_apart(name: str, setting: Setting, sizes: list[int]) -> Iterator[Row
         yield {**at, "problem": f"the process ended with {child.returncode} after this: {said[-1] if said else ''}"}
 
 
-def limit_memory(share: float = 0.85) -> None:
-    """Make a request beyond what the machine has free an error in torch, before the system ends the process."""
-    with suppress(ImportError, OSError, ValueError):
+@contextmanager
+def limited_memory(share: float = 0.85) -> Iterator[None]:
+    """Inside, a request beyond what the machine has free is an error in torch, before the system ends the process."""
+    try:
         import resource
 
         facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(facts["MemAvailable"].split()[0]) * 1024
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + int(share * free), resource.RLIM_INFINITY))
+    except (ImportError, OSError):  # no Linux, no limit
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = mapped + int(share * free)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def main() -> None:
     name, given, *sizes = sys.argv[1:]
     setting = Setting(**json.loads(given))
     torch.set_num_threads(setting.threads)
-    limit_memory()
-    for row in measure(name, setting, [int(n) for n in sizes]):
-        print(json.dumps(row), flush=True)
+    with limited_memory():
+        for row in measure(name, setting, [int(n) for n in sizes]):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

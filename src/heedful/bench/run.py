@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from heedful.bench.measure import (
     measure_memory,
     measure_peers,
 )
-from heedful.bench.memory import limit_memory
+from heedful.bench.memory import limited_memory
 from heedful.bench.plot import crossover_svg
 from heedful.bench.rows import Journal, Row, provenance
 from heedful.bench.setting import PASSES, Setting
@@ -77,12 +78,10 @@ def check_names(only: Sequence[str]) -> None:
 def run(plan: Plan) -> dict[str, list[Row]]:
     """Measure what is missing; the rows of all tables, those of other tables as they were."""
     check_names(plan.only)
-    torch.set_num_threads(plan.setting.threads)
-    limit_memory()
     cases = [case for name, case in CASES.items() if not plan.only or name in plan.only]
     entries = [entry for name, entry in CATALOG.items() if not plan.only or name in plan.only]
     journals = {table: plan.journal(table) for table in TABLES}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), limited_memory(), _threads(plan.setting.threads):
         warnings.simplefilter("ignore")  # peers warn about what they were written for
         for table in plan.tables:
             setting, journal = plan.setting_of(table), journals[table]
@@ -103,6 +102,16 @@ def run(plan: Plan) -> dict[str, list[Row]]:
             if not plan.only and not plan.sizes:
                 journal.forget_others()
     return {table: journal.rows() for table, journal in journals.items()}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:
