@@ -124,6 +124,25 @@ def test_sinks_windows_bands_stripes_and_uniform_heads_are_named():
     assert h.positional_pattern(h.Softmax(h.Causal()).operator(x, x)).labels == "uniform"
 
 
+def test_a_support_that_holds_almost_everything_explains_nothing():
+    """In 16 tokens a window of 8 a side holds three quarters of all pairs, and 8 columns are half of them."""
+    A = torch.stack([content(16, spread=2.0, seed=seed) for seed in range(20)])
+    found = h.positional_pattern(operator_of(A))
+    window = found.names.index("window")
+    assert float(found.mass[..., window].mean()) > 0.7
+    assert float(found.scores[..., window].mean()) < 0.25
+    assert found.labels.count("content") >= 18
+
+
+def test_stripes_are_counted_in_each_segment():
+    segments = torch.arange(6).repeat_interleave(40)
+    A = torch.zeros(240, 240, dtype=torch.float64)
+    for at in range(6):
+        A[40 * at : 40 * at + 40, [40 * at + 11, 40 * at + 23]] = 0.5
+    assert h.positional_pattern(operator_of(A, segments), stripes=2).labels == "stripes"
+    assert h.positional_pattern(operator_of(A), stripes=2).labels == "content"
+
+
 def test_induction_needs_the_tokens_and_finds_them():
     n, period = 120, 40
     tokens = torch.randperm(period, generator=torch.Generator().manual_seed(0)).repeat(n // period)

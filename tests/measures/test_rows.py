@@ -197,6 +197,33 @@ def test_low_precision_errs_no_more_than_the_dense_matrix_in_it(dtype, mechanism
         assert float((ours.double() - exact).abs().max()) <= max(2 * float((theirs - exact).abs().max()), floor)
 
 
+@pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("rows", [8, 128])
+def test_bands_hold_what_stands_between_two_offsets(rows, segments, monkeypatch):
+    monkeypatch.setattr(scheduler, "ROWS", rows)
+    monkeypatch.setattr(scheduler, "BUDGET", 2000)
+    q, k = inputs()
+    X = torch.randn(N, 2, dtype=torch.float64)
+    bands = ((None, None), (None, -2), (2, None), (-3, 20), (-20, -15), (0, 0), (4, 1))
+    i, j = (x[..., None, :] for x in resolve(segments, N, N)[2:])
+    offset = j - i.mT
+    sink = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for mechanism in (h.Softmax(h.Causal(), sink=sink), h.Quadratic(h.identity, h.Window(9, 4)), h.Linear()):
+        sums = mechanism.operator(q, k, segments=segments).row_sums(Request(bands=bands, columns=X))
+        A, sees = mechanism.matrix(q, k, segments=segments), visible(mechanism.pattern, N, N, segments)
+        for at, (least, most) in enumerate(bands):
+            inside = (offset >= (-N if least is None else least)) & (offset <= (N if most is None else most))
+            part = A * inside
+            for name, wanted in (
+                ("band_mass", part.abs().sum(-1)),
+                ("band_square", part.square().sum(-1)),
+                ("band_count", (inside & sees).expand_as(A).sum(-1)),
+                ("band_dot", part @ X),
+            ):
+                found = getattr(sums, name).select(3, at)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11, msg=f"{name} {bands[at]}")
+
+
 def test_autocast_stays_outside():
     q, k = (x.float() for x in inputs())
     for mechanism in (h.Softmax(), h.Linear(), h.Quadratic()):
