@@ -2,10 +2,11 @@
 
 from heedful.kernels.blocked import reference as blocked
 from heedful.kernels.dispatch import Backend, Kernel
-from heedful.kernels.strided import reference
+from heedful.kernels.strided import fused, reference
 
 strided = Kernel(
     "strided",
+    Backend("sdpa", fused.attend, fused.objections),
     Backend("strided", reference.attend, reference.objections),
     Backend("torch", blocked.blocked, blocked.objections),
 )

@@ -1,0 +1,161 @@
+"""Strided attention on a GPU by torch's flash kernels: residue classes are views with longer steps, nothing is copied.
+
+classes   (batch, a·l + r, d) seen as (batch, r, a, d): l short sequences whose tokens lie l·d numbers apart
+window    the same kernel's sliding window
+merge     o = Σ_p exp(lse_p − lse) o_p,  lse = log Σ_p exp(lse_p)
+backward  each part's own backward pass, given the *merged* o and lse (README.md)
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.strided.reference import Shape
+from heedful.patterns import Pattern
+from heedful.segments import Segments
+from heedful.shapes import Float, Tensor
+
+aten = torch.ops.aten
+
+
+def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
+    """Why flash kernels can't take these inputs."""
+    why = []
+    if q.device.type != "cuda":
+        return [f"flash kernels run on a GPU, the inputs are on {q.device}"]
+    shape = Shape.of(pattern)
+    if shape is None or not shape.causal:
+        why.append("it takes Strided & Causal(), or (Strided | Window) & Causal()")
+    if segments is not None:
+        why.append("segments have residue classes of their own, of other lengths in each row")
+    if rows != SoftmaxRows(temperature=rows.temperature):
+        why.append("it has no bias, softcap or sink")
+    if q.shape[-2] != k.shape[-2]:
+        why.append("it takes as many queries as keys")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        why.append(f"flash kernels take float16 and bfloat16, got {q.dtype}")
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
+        why.append("flash kernels take equal widths of keys and values, multiples of 8 up to 256")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        why.append("it can't take an empty tensor")
+    return why
+
+
+@torch.compiler.disable
+def attend(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    v: Float[Tensor, "*#b m e"],
+    rows: SoftmaxRows,
+    pattern: Pattern,
+    segments: Segments | None,
+    scale: float,
+) -> Float[Tensor, "*b n e"]:
+    """A V for a strided pattern, with gradients in q, k and v."""
+    shape = Shape.of(pattern)
+    assert shape is not None, "objections() come first"
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    n = q.shape[-2]
+    after = -n % shape.stride  # zeros fill the last row of the grid: the last keys of their class, which nobody sees
+    flat = [F.pad(x.expand(*batch, -1, -1), (0, 0, 0, after)).reshape(prod(batch), n + after, -1) for x in (q, k, v)]
+    return _Strided.apply(*flat, shape, scale)[:, :n].reshape(*batch, n, v.shape[-1])
+
+
+class _Classes:
+    """The strided part: views of the rows that see something of their class, and of what they see."""
+
+    def __init__(self, shape: Shape):
+        self.stride, self.skip = shape.stride, shape.skip
+
+    def queries(self, x: Float[Tensor, "b n w"]) -> Float[Tensor, "b r a w"]:
+        return x.unflatten(1, (-1, self.stride))[:, self.skip :].transpose(1, 2)
+
+    def keys(self, x: Float[Tensor, "b n w"]) -> Float[Tensor, "b r a w"]:
+        rows = x.shape[1] // self.stride
+        return x.unflatten(1, (-1, self.stride))[:, : rows - self.skip].transpose(1, 2)
+
+
+class _Strided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, shape: Shape, scale: float):
+        classes = _Classes(shape)
+        far = classes.skip * shape.stride  # the first query with a key of its class outside the window
+        out = lse = None
+        if shape.window:
+            out, lse = _window(q, k, v, shape.window, scale)
+        if far < q.shape[1]:
+            o, log, *_ = aten._scaled_dot_product_flash_attention(
+                classes.queries(q), classes.keys(k), classes.keys(v), 0.0, True, False, scale=scale
+            )
+            o, log = o.transpose(1, 2).flatten(1, 2), log.transpose(1, 2).flatten(1, 2)
+            if out is None or lse is None:
+                out, lse = o, log
+            else:
+                _merge(out[:, far:], lse[:, far:], o, log)
+        assert out is not None and lse is not None
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = shape, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        shape, scale = ctx.rest
+        classes = _Classes(shape)
+        far = classes.skip * shape.stride
+        grads: list[Tensor] = []
+        if shape.window:
+            grads = _window_backward(grad, q, k, v, out, lse, shape.window, scale)
+        if far < q.shape[1]:
+            rows = q.shape[1] // shape.stride - classes.skip
+            seed = _no_dropout(q)
+            log = lse.unflatten(1, (-1, shape.stride))[:, classes.skip :].transpose(1, 2).contiguous()
+            parts = aten._scaled_dot_product_flash_attention_backward(
+                classes.queries(grad), classes.queries(q), classes.keys(k), classes.keys(v), classes.queries(out), log,
+                None, None, rows, rows, 0.0, True, seed, seed, scale=scale,
+            )  # fmt: skip
+            parts = [part.transpose(1, 2).flatten(1, 2) for part in parts]
+            if not grads:
+                return (*parts, None, None)
+            seen = k.shape[1] - far
+            for whole, part in zip((grads[0][:, far:], grads[1][:, :seen], grads[2][:, :seen]), parts, strict=True):
+                whole += part
+        return (*grads, None, None)
+
+
+def _window(q, k, v, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (x[:, :, None] for x in (q, k, v))  # one head: (batch, tokens, heads, width)
+    n = q.shape[1]
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, None, None, n, n, 0.0, True, False, scale=scale, window_size_left=window - 1, window_size_right=0
+    )
+    return out[:, :, 0], lse[:, 0]
+
+
+def _window_backward(grad, q, k, v, out, lse, window: int, scale: float) -> list[Tensor]:
+    n = q.shape[1]
+    seed = _no_dropout(q)
+    inputs = [x[:, :, None] for x in (grad, q, k, v, out)]
+    parts = aten._flash_attention_backward(
+        *inputs, lse[:, None], None, None, n, n, 0.0, True, seed, seed,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    return [part[:, :, 0] for part in parts]
+
+
+def _merge(out: Float[Tensor, "b n e"], lse: Float[Tensor, "b n"], o: Tensor, log: Tensor) -> None:
+    """Joins a part to what was there, in place."""
+    both = torch.logaddexp(lse, log)
+    out.mul_((lse - both).exp()[..., None]).add_(o * (log - both).exp()[..., None])
+    lse.copy_(both)
+
+
+def _no_dropout(like: Tensor) -> Tensor:
+    """Where the state of a random generator is asked for, though nothing is drawn."""
+    return torch.empty(2, dtype=torch.uint64, device=like.device)
