@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from heedful import CATALOG, cli
-from heedful.bench import measure, peers, run, tables
+from heedful.bench import gpu, measure, peers, run, tables
 from heedful.bench.cases import CASES, Case, Goal
 from heedful.bench.fits import crossover, growth
 from heedful.bench.memory import allocated, limited_memory, measure_apart
@@ -343,3 +343,33 @@ def test_mistakes_are_told_in_a_sentence(arguments, said, tmp_path):
 def test_help_fits_eighty_columns():
     text = command("--help").stdout
     assert widest(text) <= 80 and "heedful bench peers --only window" in text
+
+
+def test_without_a_gpu_its_table_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(cli.app, ["bench", "--gpu", "peers"])
+    assert result.exit_code == 1
+    assert "no GPU" in result.output
+
+
+def test_the_gpu_table_shows_times_goals_floors_and_problems():
+    case = gpu.GPU_CASES[0]
+    stamp = {"card": "a card, 1.0", "triton": "3", "torch": "2", "commit": "abc", "size": case.size, "work": case.name}
+    row = {"contender": "heedful", "ours": True, "problem": None, "version": None, "peak_bytes": 2**30, **stamp}
+    rows = [
+        {**row, "pass": FORWARD, "milliseconds": 0.3, "reach": 0.35, "floor": 0.1},
+        {**row, "pass": BOTH, "milliseconds": 1.4, "reach": 1.3, "floor": 0.4},
+        {
+            **row,
+            **{"contender": "fla", "pass": FORWARD, "milliseconds": None, "peak_bytes": None, "reach": None},
+            **{"floor": None, "problem": "not installed: pip install x"},
+        },
+    ]
+    text = gpu.gpu_table(rows)
+    assert "✗ 0.35 / 1.3" in text and "3.0 / 3.5" in text and "1.00" in text and "not installed" in text
+    assert all(cell_len(line) <= 80 for line in text.splitlines())
+
+
+def test_every_piece_of_gpu_work_has_a_row_of_its_own():
+    keys = [(case.name, case.size) for case in gpu.GPU_CASES]
+    assert len(set(keys)) == len(keys)

@@ -148,6 +148,7 @@ def bench_command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where rows are kept.")] = Path("bench"),
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the crossovers, as SVG.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Take rows again that are there already.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="On the GPU, in bfloat16, 16 heads; peers: fixed sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time mechanisms against other packages and dense softmax.
@@ -163,7 +164,10 @@ def bench_command(
     \b
     heedful bench peers --only window --n 2048
     heedful bench growth --plot crossover.svg
+    heedful bench --gpu peers
     """
+    import torch
+
     from heedful.bench import run as bench
     from heedful.bench.setting import Setting
     from heedful.bench.timing import Pace
@@ -179,6 +183,10 @@ def bench_command(
         _fail(f"--budget {budget:g}: expected a number of seconds above 0.")
     setting = Setting(heads=heads, d=d, seed=seed, clock="cpu" if cpu_time else "wall")
     setting = setting if threads is None else replace(setting, threads=threads)
+    if gpu:
+        setting = replace(setting, device="cuda", dtype="bfloat16", heads=16 if heads == 8 else heads)
+        if not torch.cuda.is_available():
+            _fail("--gpu: torch finds no GPU here. `heedful bench` without it measures the CPU.", code=1)
     sizes = tuple(sorted(set(n or [])))
     plan = bench.Plan(out, setting, chosen, tuple(only or ()), sizes, fresh, Pace(budget=budget))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ import torch
 
 from heedful.bench import tables
 from heedful.bench.cases import CASES, SIZES
+from heedful.bench.gpu import GPU_CASES, GPU_KEY, gpu_table, measure_gpu
 from heedful.bench.measure import (
     GROWTH_KEY,
     GROWTH_SIZES,
@@ -54,10 +55,15 @@ class Plan:
     pace: Pace = Pace()  # noqa: RUF009  (frozen)
 
     def journal(self, table: str) -> Journal:
-        key = {"peers": PEER_KEY, "growth": GROWTH_KEY, "memory": MEMORY_KEY}[table]
+        peers = GPU_KEY if self.on_gpu else PEER_KEY
+        key = {"peers": peers, "growth": GROWTH_KEY, "memory": MEMORY_KEY}[table]
         path = self.out / f"{self.setting.device}_{table}.json"
         fresh = self.fresh and table in self.tables
         return Journal(path, key, provenance(self.setting_of(table)), fresh=fresh)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.setting.device == "cuda"
 
     def setting_of(self, table: str) -> Setting:
         return replace(self.setting, heads=1) if table == "memory" else self.setting
@@ -68,8 +74,9 @@ class Plan:
 
 def check_names(only: Sequence[str]) -> None:
     """Say which names there are, where one is not among them."""
+    works = {case.name for case in GPU_CASES}
     for name in only:
-        if name not in CASES and name not in CATALOG:
+        if name not in CASES and name not in CATALOG and name not in works:
             raise ValueError(
                 f"{name!r} is neither a case ({', '.join(CASES)}) nor an entry of the catalogue (`heedful list`)."
             )
@@ -81,11 +88,16 @@ def run(plan: Plan) -> dict[str, list[Row]]:
     cases = [case for name, case in CASES.items() if not plan.only or name in plan.only]
     entries = [entry for name, entry in CATALOG.items() if not plan.only or name in plan.only]
     journals = {table: plan.journal(table) for table in TABLES}
-    with warnings.catch_warnings(), limited_memory(), _threads(plan.setting.threads):
+    limit = nullcontext() if plan.on_gpu else limited_memory()  # a GPU maps far more than it takes
+    with warnings.catch_warnings(), limit, _threads(plan.setting.threads):
         warnings.simplefilter("ignore")  # peers warn about what they were written for
         for table in plan.tables:
             setting, journal = plan.setting_of(table), journals[table]
             match table:
+                case "peers" if plan.on_gpu:
+                    works = [case for case in GPU_CASES if not plan.only or case.name in plan.only]
+                    with Progress(table, sum(1 + len(case.rivals) for case in works)) as progress:
+                        measure_gpu(works, setting, journal, progress.say)
                 case "peers":
                     sizes = plan.lengths(SIZES)
                     with Progress(table, len(cases) * len(sizes) * len(PASSES)) as progress:
@@ -118,7 +130,8 @@ def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:
     """The tables that were asked for."""
     parts = []
     if "peers" in chosen:
-        parts.append(tables.peers_table(rows["peers"]))
+        on_gpu = any("card" in row for row in rows["peers"])
+        parts.append(gpu_table(rows["peers"]) if on_gpu else tables.peers_table(rows["peers"]))
     if "growth" in chosen:
         parts += [tables.crossover_table(rows["growth"]), tables.growth_table(rows["growth"], rows["memory"])]
     if "memory" in chosen:

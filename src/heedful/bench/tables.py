@@ -150,10 +150,10 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
             said.append(
                 f"{at}: output differs by {row['difference']:.0e}" + (f"; {row['note']}" if row["note"] else "")
             )
-    return ["", *_wrapped(dict.fromkeys(said))] if said else []
+    return ["", *wrapped(dict.fromkeys(said))] if said else []
 
 
-def _wrapped(sentences: Iterable[str]) -> list[str]:
+def wrapped(sentences: Iterable[str]) -> list[str]:
     from textwrap import wrap
 
     return [line for sentence in sentences for line in wrap(sentence, 78, subsequent_indent="  ")]
@@ -282,4 +282,4 @@ def memory_table(rows: Sequence[Row]) -> str:
         "Memory beyond q, k, v, in multiples of all three: peak, and largest piece;\n"
         "N×N: what one such matrix would be; MB: peak of both passes"
     )
-    return "\n".join([head, setting_line(rows), "", *columns(body, "<>>>>>>>"), *_wrapped(problems)])
+    return "\n".join([head, setting_line(rows), "", *columns(body, "<>>>>>>>"), *wrapped(problems)])

@@ -1,0 +1,324 @@
+"""The table of the GPU: fixed pieces of work, heedful beside its peers, the floor of the machine, peak memory.
+
+Times are medians of `triton.testing.do_bench`, which empties the cache before each call. The floor is the larger of two
+times: to move what must be moved, at the bandwidth of a copy seen in the same run, and to multiply, at the rate below.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from heedful.bench import peers
+from heedful.bench.peers import DENSE_CAUSAL, Contender, attend, favor
+from heedful.bench.rows import Journal, Row, version
+from heedful.bench.setting import FORWARD, PASSES, Setting, Work
+from heedful.core import Dims, Mechanism
+from heedful.feature_maps import Elu1, Identity
+from heedful.mechanisms.fixed_pattern import FixedPattern
+from heedful.mechanisms.linear import Linear
+from heedful.mechanisms.linformer import Linformer
+from heedful.mechanisms.mixture import Mixture
+from heedful.mechanisms.retention import Retention
+from heedful.mechanisms.softmax import Softmax
+from heedful.mechanisms.strided import StridedSoftmax
+from heedful.nn.attention import Attention
+from heedful.patterns import Causal, Full, Window
+
+GPU_KEY = ("work", "size", "contender", "pass")
+RATE = 700e12
+"""Multiplications and additions a second that large bfloat16 products reach on an H200."""
+FIXED = ("current", "previous", "next", "left", "right", "start", "end")
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One piece of work.
+
+    reach   milliseconds that heedful should need, forward and with backward
+    cost    the mechanism whose `cost` gives the floor
+    """
+
+    name: str
+    batch: int
+    n: int
+    ours: Contender
+    rivals: tuple[Contender, ...] = ()
+    reach: tuple[float, float | None] | None = None
+    cost: Mechanism | None = None
+    passes: tuple[str, ...] = PASSES
+    heads: int = 16
+    d: int = 64
+
+    @property
+    def size(self) -> str:
+        return f"B{self.batch} H{self.heads} N{self.n} d{self.d}"
+
+    def setting(self, base: Setting) -> Setting:
+        return replace(base, batch=self.batch, heads=self.heads, d=self.d)
+
+
+# ── peers that exist on a GPU alone
+
+
+def _flex(mask: Callable, setting: Setting, n: int) -> Work:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = create_block_mask(mask, None, None, n, n, device=setting.device)
+    return Work(partial(torch.compile(flex_attention), block_mask=blocks), setting.draw(n))
+
+
+def flex(mask: Callable) -> Contender:
+    return Contender("FlexAttention", partial(_flex, mask))
+
+
+def _fla(normalise: bool, setting: Setting, n: int) -> Work:
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    def run(q, k, v):
+        if normalise:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+        return chunk_linear_attn(q, k, v, scale=1.0, normalize=normalise)[0]
+
+    return Work(run, [x.transpose(1, 2).contiguous() for x in setting.draw(n)])
+
+
+def fla(normalise: bool) -> Contender:
+    return Contender("fla", partial(_fla, normalise), package="flash-linear-attention", module="fla", same=False)
+
+
+def _window_mask(b, h, i, j):
+    return (j <= i) & (i - j < 512)
+
+
+def _strided_mask(stride: int, b, h, i, j):
+    return (j <= i) & ((i - j) % stride == 0)
+
+
+# ── work that is more than one mechanism
+
+
+def _fixed_heads(setting: Setting, n: int) -> Work:
+    kinds = (FIXED * 3)[: setting.heads]
+    return Work(Mixture([FixedPattern(kind) for kind in kinds]), setting.draw(n))
+
+
+def _linformer_layer(setting: Setting, n: int) -> Work:
+    """Projections of q, k, v and the output included, as the peer has them."""
+    width = setting.heads * setting.d
+    layer = Attention(width, setting.heads, Linformer(n, 256)).to(setting.device, getattr(torch, setting.dtype))
+    return Work(layer, [setting.draw(n)[0].transpose(1, 2).flatten(2)], list(layer.parameters()))
+
+
+def _linformer_peer(setting: Setting, n: int) -> Work:
+    from linformer import LinformerSelfAttention
+
+    width = setting.heads * setting.d
+    layer = LinformerSelfAttention(width, n, k=256, heads=setting.heads, dim_head=setting.d, share_kv=True)
+    layer = layer.to(setting.device, getattr(torch, setting.dtype))
+    return Work(layer, [setting.draw(n)[0].transpose(1, 2).flatten(2)], list(layer.parameters()))
+
+
+def _decode(setting: Setting, n: int) -> Work:
+    """One token after n: the state does not depend on n."""
+    attend_one = Linear(Elu1(), Causal())
+    q, k, v = setting.draw(1)
+    with torch.no_grad():
+        _, state = attend_one.step(attend_one.init_state(q, k, v), q, k, v)
+    return Work(lambda q, k, v: attend_one.step(state, q, k, v)[0], (q, k, v))
+
+
+def _decode_cached(setting: Setting, n: int) -> Work:
+    shape = setting.batch, setting.heads, n, setting.d
+    kind = {"dtype": getattr(torch, setting.dtype), "device": setting.device}
+    k, v = (torch.randn(shape, **kind) for _ in range(2))
+    return Work(lambda q, *_: F.scaled_dot_product_attention(q, k, v), setting.draw(1))
+
+
+def _measured_head(setting: Setting, n: int) -> Work:
+    """Row statistics, the 64 largest singular values and the effective rank of one head."""
+    from heedful.measures import effective_rank, row_statistics, spectrum
+
+    def run(q, k, _):
+        op = Softmax(Causal()).operator(q, k)
+        row_statistics(op)
+        spectrum(op, 64)
+        return effective_rank(op, 0.9).estimate
+
+    return Work(run, setting.draw(n))
+
+
+def _dense_values(setting: Setting, n: int) -> Work:
+    def run(q, k, _):
+        scores = (q.float() @ k.float().mT * setting.d**-0.5).masked_fill(
+            torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), -torch.inf
+        )
+        return torch.linalg.svdvals(scores.softmax(-1))
+
+    return Work(run, setting.draw(n))
+
+
+SHARED_CACHE = Contender("SDPA with a cache of n tokens", _decode_cached, same=False)
+LINEAR, RAW, RETENTION = Linear(Elu1(), Causal()), Linear(Identity(), Causal(), normalise=False), Retention(0.97)
+WINDOW = Softmax(Window(511))
+PERFORMERS = (peers.PERFORMER_CAUSAL,), (peers.PERFORMER,)
+
+GPU_CASES = (
+    GpuCase("causal linear, elu + 1, normalised", 1, 65536, Contender("heedful", attend(LINEAR)),
+            (fla(True), DENSE_CAUSAL), (0.35, 1.3), LINEAR),
+    GpuCase("the same", 4, 8192, Contender("heedful", attend(LINEAR)), (DENSE_CAUSAL,), (0.20, 0.80), LINEAR),
+    GpuCase("the same", 8, 2048, Contender("heedful", attend(LINEAR)), (DENSE_CAUSAL,), (0.12, 0.50), LINEAR),
+    GpuCase("unnormalised, features given", 1, 65536, Contender("heedful", attend(RAW)), (fla(False),),
+            (0.30, 1.2), RAW),
+    GpuCase("retention", 1, 65536, Contender("heedful", attend(RETENTION)), (), (0.35, 1.3), RETENTION),
+    GpuCase("FAVOR+ m = 256, causal", 1, 65536, Contender("heedful", favor(Causal())), PERFORMERS[0], (2.5, 8.0)),
+    GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), PERFORMERS[1], (1.5, 5.0)),
+    GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
+            (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
+    GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(StridedSoftmax(256))), (DENSE_CAUSAL,),
+            (1.6, 6.0), StridedSoftmax(256)),
+    GpuCase("strided l = 256 and its window", 1, 65536, Contender("heedful", attend(StridedSoftmax(256, 256))),
+            (DENSE_CAUSAL,), None, StridedSoftmax(256, 256)),
+    GpuCase("window 512", 1, 65536, Contender("heedful", attend(WINDOW)),
+            (flex(_window_mask), peers.LOCAL_ATTENTION), (0.80, 3.4), WINDOW),
+    GpuCase("window 512", 4, 8192, Contender("heedful", attend(WINDOW)), (flex(_window_mask),), None, WINDOW),
+    GpuCase("16 fixed heads of seven kinds", 1, 65536, Contender("heedful", _fixed_heads), (DENSE_CAUSAL,),
+            (0.15, None), FixedPattern("current"), (FORWARD,)),
+    GpuCase("Linformer r = 256 with projections", 1, 65536, Contender("heedful", _linformer_layer),
+            (Contender("linformer", _linformer_peer, package="linformer", module="linformer", same=False),),
+            (1.5, 4.5)),
+    GpuCase("one head measured", 1, 8192, Contender("heedful", _measured_head),
+            (Contender("dense svdvals", _dense_values, same=False),), (20.0, None), None, (FORWARD,), heads=1),
+    GpuCase("one head measured", 1, 65536, Contender("heedful", _measured_head), (), (150.0, None), None, (FORWARD,),
+            heads=1),
+    GpuCase("one decoding step, batch 64", 64, 32768, Contender("heedful", _decode), (SHARED_CACHE,), None, None,
+            (FORWARD,), heads=32),
+)  # fmt: skip
+
+
+def machine() -> Row:
+    """The card, its driver, and the bandwidth of a copy, seen here and now."""
+    import triton
+    from triton.testing import do_bench
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = subprocess.run(query, capture_output=True, text=True).stdout.strip() or torch.cuda.get_device_name()
+    x = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    seconds = do_bench(lambda: y.copy_(x), return_mode="median") / 1e3
+    return {"card": card, "triton": triton.__version__, "bandwidth": 2 * x.numel() / seconds}
+
+
+def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Journal, say: Callable[[str], None]) -> None:
+    """Every piece of work by every contender; a peer that breaks leaves its reason instead of a time."""
+    seen = machine()
+    for case in cases:
+        for contender in (case.ours, *case.rivals):
+            rows = [_row(case, contender, base, which, seen) for which in case.passes]
+            journal.add(rows)
+            say(f"{case.name}, {case.size}, {contender.name}: " + ", ".join(_spoken(row) for row in rows))
+
+
+def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: Row) -> Row:
+    setting = case.setting(base)
+    found: dict[str, Any] = {"milliseconds": None, "peak_bytes": None, "problem": None}
+    if not contender.installed:
+        found["problem"] = f"not installed: pip install {contender.package}"
+    else:
+        try:
+            found |= _time(contender.make(setting, case.n).call(which))
+        except Exception as error:  # a peer may break in any way; the others go on
+            found["problem"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+    torch.cuda.empty_cache()
+    ours = contender is case.ours
+    return {
+        "work": case.name,
+        "contender": contender.name,
+        "ours": ours,
+        "size": case.size,
+        "pass": which,
+        **found,
+        "reach": case.reach[case.passes.index(which)] if case.reach and ours else None,
+        "floor": _floor(case, setting, which, seen["bandwidth"]) if ours else None,
+        "version": version(contender.package),
+        **seen,
+    }
+
+
+def _time(call: Callable[[], object]) -> dict[str, Any]:
+    from triton.testing import do_bench
+
+    call()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"milliseconds": do_bench(call, warmup=20, rep=100, return_mode="median"), "peak_bytes": peak}
+
+
+def _floor(case: GpuCase, setting: Setting, which: str, bandwidth: float) -> float | None:
+    """Milliseconds. Backward reads q, k, v and the gradient again, and writes three: 2.3 times the forward's bytes; it
+    has two and a half times its products.
+    """
+    if case.cost is None:
+        return None
+    cost = case.cost.cost(Dims(case.n, case.n, setting.d, setting.d, setting.batch * setting.heads, itemsize=2))
+    more = (1.0, 1.0) if which == FORWARD else (3.3, 3.5)
+    return 1e3 * max(more[0] * cost.bytes / bandwidth, more[1] * cost.flops / RATE)
+
+
+def _spoken(row: Row) -> str:
+    if row["problem"]:
+        return row["problem"]
+    return f"{row['milliseconds']:.3f} ms" + (f" (reach {row['reach']:g})" if row["reach"] else "")
+
+
+def gpu_table(rows: list[Row]) -> str:
+    """Milliseconds forward / with backward, the floor's share, peak memory; ✓ where the asked time is reached."""
+    from heedful.bench.tables import columns, wrapped
+
+    if not rows:
+        return "gpu: nothing was measured."
+    head = f"{rows[0]['card']}; torch {rows[0]['torch']}, triton {rows[0]['triton']}, commit {rows[0]['commit']}"
+    body = [["", "forward", "both", "reach", "× floor", "GiB"]]
+    works = list(dict.fromkeys((row["work"], row["size"]) for row in rows))
+    marks: list[tuple[int, str]] = []
+    for work in works:
+        marks.append((len(body), ", ".join(work)))
+        own = [row for row in rows if (row["work"], row["size"]) == work]
+        for name in dict.fromkeys(row["contender"] for row in own):
+            body.append(_line(name, {row["pass"]: row for row in own if row["contender"] == name}))
+    text = columns(body, "<>>>>>")
+    for at, title in sorted(marks, reverse=True):
+        text[at:at] = [title]
+    problems = [f"{row['contender']}, {row['work']}: {row['problem']}" for row in rows if row["problem"]]
+    return "\n".join(["Milliseconds, medians of do_bench", head, "", *text, *wrapped(dict.fromkeys(problems))])
+
+
+def _line(name: str, by: dict[str, Row]) -> list[str]:
+    def cell(which: str, field: str, form: str) -> str:
+        value = by.get(which, {}).get(field)
+        return "–" if value is None else format(value, form)
+
+    times = [cell(which, "milliseconds", ".3f") for which in PASSES]
+    reach = " / ".join(cell(which, "reach", "g") for which in PASSES if which in by)
+    asked = [row for row in by.values() if row["reach"] and row["milliseconds"]]
+    mark = "" if not asked else "✓ " if all(row["milliseconds"] <= row["reach"] for row in asked) else "✗ "
+    floors = [
+        f"{row['milliseconds'] / row['floor']:.1f}" for row in by.values() if row["floor"] and row["milliseconds"]
+    ]
+    peak = [row["peak_bytes"] for row in by.values() if row["peak_bytes"] is not None]
+    return [
+        f"  {name}",
+        *times,
+        f"{mark}{reach}" if asked else "",
+        " / ".join(floors),
+        f"{max(peak) / 2**30:.2f}" if peak else "–",
+    ]
