@@ -23,7 +23,20 @@ from heedful.feature_maps import (
     Taylor,
 )
 from heedful.kernels.dispatch import backend
-from heedful.measures import concentration, entropy, positional_pattern, row_statistics, sink_mass
+from heedful.measures import (
+    concentration,
+    decay_exponent,
+    effective_rank,
+    energy_share,
+    entropic_rank,
+    entropy,
+    positional_pattern,
+    row_statistics,
+    sink_mass,
+    spectrum,
+    stable_rank,
+    svdvals,
+)
 from heedful.mechanisms import (
     CATALOG,
     DilatedSoftmax,
@@ -127,6 +140,10 @@ __all__ = [
     "build",
     "check_finite",
     "concentration",
+    "decay_exponent",
+    "effective_rank",
+    "energy_share",
+    "entropic_rank",
     "entropy",
     "forest",
     "group_heads",
@@ -137,6 +154,9 @@ __all__ = [
     "row_statistics",
     "segments",
     "sink_mass",
+    "spectrum",
+    "stable_rank",
+    "svdvals",
     "testing",
     "theory",
 ]

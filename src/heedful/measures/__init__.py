@@ -1,16 +1,44 @@
-"""Measures are plain functions of an `AttentionOperator`: none forms the matrix."""
+"""Measures: plain functions of an `AttentionOperator`, each with what is certain about its answer."""
 
 from heedful.measures.concentration import Concentration, concentration
 from heedful.measures.positions import PositionalPattern, positional_pattern
 from heedful.measures.rows import RowStatistics, entropy, row_statistics, sink_mass
+from heedful.measures.spectrum import (
+    Decay,
+    EffectiveRank,
+    Interval,
+    Spectrum,
+    decay_exponent,
+    effective_rank,
+    energy_share,
+    entropic_rank,
+    numerical_rank,
+    row_correlation,
+    spectrum,
+    stable_rank,
+    svdvals,
+)
 
 __all__ = [
     "Concentration",
+    "Decay",
+    "EffectiveRank",
+    "Interval",
     "PositionalPattern",
     "RowStatistics",
+    "Spectrum",
     "concentration",
+    "decay_exponent",
+    "effective_rank",
+    "energy_share",
+    "entropic_rank",
     "entropy",
+    "numerical_rank",
     "positional_pattern",
+    "row_correlation",
     "row_statistics",
     "sink_mass",
+    "spectrum",
+    "stable_rank",
+    "svdvals",
 ]

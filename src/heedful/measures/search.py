@@ -1,0 +1,382 @@
+"""How far the sums Σ_{i≤r} σ_i² of an operator can be told, from products with A and Aᵀ alone.
+
+Three routes, by size alone. One core, float32, causal, seconds a head at 1024 · 2048: full SVD 0.19 · 1.4; forming A
+0.01 · 0.06; a product with 16 columns 0.0006 · 0.002 where A is formed, 0.005 · 0.01 where it is not.
+    min(n, m) ≤ EXACT        the full decomposition in float64: nothing iterative is cheaper there
+    n · m ≤ FORMED           A is formed once, and products are matrix products, head by head
+    beyond                   A is never formed: O(n + m) memory; a batch goes on until its last head is done
+
+What is certain: the bounds in `linalg.floor` and `linalg.ceiling`, for the matrix as its own precision computes it.
+They are deterministic, but for the bound on the norm of what the sketch leaves out, which fails with probability
+`failure` at most, over the random starts; `failure=0` does without it. Rounding is allowed for by `slack`: an energy
+is taken to be within ROUNDING epsilons (real heads: 2), and U within the departure from orthonormality that it shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from heedful import linalg
+from heedful.operator import AttentionOperator
+from heedful.shapes import Bool, Float, Int, Tensor
+
+EXACT = 512  # shorter side up to which the full decomposition is cheapest
+FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32
+HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in float32
+BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
+WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
+FIRST = 64  # columns before the rest is probed
+PROBES = 16
+GLANCE, STEPS = 5, 12  # steps of a probe: enough to bound a norm, enough to tell a distribution
+SETTLED = 0.3  # a Ritz vector whose residual is less than this share of its θ² is taken out before the rest is told
+BUDGET = 1024
+ROUNDING = 64  # relative error of an energy, in units of the dtype's epsilon
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Σ_{i≤r} σ_i² for r = 1 … min(n, m): no less than `lower`, no more than `upper`, about `middle`."""
+
+    squares: Float[Tensor, "*b k"]
+    ceilings: Float[Tensor, "*b k"]
+    energy: Float[Tensor, "*b"]
+    lower: Float[Tensor, "*b s"]
+    upper: Float[Tensor, "*b s"]
+    middle: Float[Tensor, "*b s"]
+    slack: Float[Tensor, "*b"]
+    products: Int[Tensor, "*b"]
+    failure: float
+    stopped: str
+
+    @property
+    def size(self) -> int:
+        return self.lower.shape[-1]
+
+    def rank(self, tau: float) -> tuple[Int[Tensor, "*b"], Int[Tensor, "*b"], Int[Tensor, "*b"]]:
+        """The effective rank at tau: lower bound, estimate, upper bound; 0 for a matrix of zeros."""
+        target = tau * self.energy
+        least = _first(self.upper, target - self.slack)
+        most = _first(self.lower, target + self.slack)
+        guess = _first(self.middle, target - self.slack)
+        some = self.energy > 0
+        return least * some, guess.clamp(least, most) * some, most * some
+
+    def share(self, r: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The share of the first r values in the energy: lower bound, estimate, upper bound."""
+        whole = self.energy.clamp(min=torch.finfo(torch.float64).tiny)
+        part = self.slack / whole
+        low, guess, high = (x[..., r - 1] / whole for x in (self.lower, self.middle, self.upper))
+        low, high = (low - part).clamp(0, 1), (high + part).clamp(0, 1)
+        return low, guess.clamp(low, high), high
+
+
+def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+    """The fewest terms whose sum reaches the target; all of them where rounding keeps it out of reach."""
+    return ((sums < target[..., None]).sum(-1) + 1).clamp(max=sums.shape[-1])
+
+
+class Goal:
+    """When a measurement is narrow enough, and how many columns that may take."""
+
+    def reached(self, profile: Profile) -> bool:
+        raise NotImplementedError
+
+    def columns(self, profile: Profile) -> int:
+        raise NotImplementedError
+
+    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        """In which heads the answer depends on values that the sketch has not found."""
+        return torch.ones_like(profile.energy, dtype=torch.bool)
+
+    needs_rest = False  # whether the values beyond the sketch are asked for in any case
+
+
+@dataclass(frozen=True)
+class TopValues(Goal):
+    """The first k values to a relative accuracy."""
+
+    k: int
+    within: float
+
+    def reached(self, profile: Profile) -> bool:
+        known = profile.squares[..., : self.k]
+        if known.shape[-1] < self.k:
+            return False
+        # σ against its ceiling; what rounding alone accounts for can't be improved.
+        allowed = known * (1 + self.within) ** 2 + profile.slack[..., None]
+        return bool((profile.ceilings[..., : self.k] <= allowed).all())
+
+    def columns(self, profile: Profile) -> int:
+        return 4 * self.k
+
+
+@dataclass(frozen=True)
+class RankInterval(Goal):
+    """An interval for the effective rank that is narrow against the estimate."""
+
+    tau: float
+    within: float
+
+    def reached(self, profile: Profile) -> bool:
+        low, guess, high = profile.rank(self.tau)
+        # One more or less, where rounding decides which, is as narrow as it gets.
+        tie = _first(profile.upper, self.tau * profile.energy) == _first(profile.lower, self.tau * profile.energy)
+        return bool((high - low <= torch.maximum(self.within * guess, tie.double())).all())
+
+    def columns(self, profile: Profile) -> int:
+        return int(1.1 * profile.rank(self.tau)[1].max()) + BLOCK
+
+    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        return profile.rank(self.tau)[1] > 0.8 * profile.squares.shape[-1]
+
+
+@dataclass(frozen=True)
+class ShareInterval(Goal):
+    """An interval for the energy share of the first r values."""
+
+    r: int
+    within: float
+
+    def reached(self, profile: Profile) -> bool:
+        low, _, high = profile.share(self.r)
+        return bool((high - low <= self.within).all())
+
+    def columns(self, profile: Profile) -> int:
+        return self.r + BLOCK
+
+
+@dataclass(frozen=True)
+class WholeSpectrum(Goal):
+    """All values, as an estimate."""
+
+    needs_rest = True
+
+    def reached(self, profile: Profile) -> bool:
+        return bool((profile.lower[..., profile.squares.shape[-1] - 1] >= profile.energy - 2 * profile.slack).all())
+
+    def columns(self, profile: Profile) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Both(Goal):
+    first: Goal
+    second: Goal
+
+    def reached(self, profile: Profile) -> bool:
+        return self.first.reached(profile) and self.second.reached(profile)
+
+    def columns(self, profile: Profile) -> int:
+        return max(goal.columns(profile) for goal in (self.first, self.second) if not goal.reached(profile))
+
+
+def measure(
+    op: AttentionOperator | Tensor,
+    goal: Goal,
+    *,
+    energy: Float[Tensor, "*b"] | None = None,
+    budget: int = BUDGET,
+    failure: float = 1e-9,
+    seed: int = 0,
+) -> Profile:
+    """Products with A and Aᵀ until the goal is reached, or the budget is spent; by the route that is cheapest."""
+    _check(op, energy, budget, failure)
+    *batch, n, m = op.shape
+    small = min(n, m) <= EXACT
+    if isinstance(op, Tensor) or ((small or n * m <= FORMED) and prod(batch) * n * m <= HELD):
+        dense = op if isinstance(op, Tensor) else op.to_dense()
+        if small:
+            return _exact(dense)
+        heads = [_formed(head, goal, budget, failure, seed) for head in dense.reshape(-1, n, m)]
+        return _stack(heads, tuple(batch))
+    if energy is None:
+        energy = squared_row_norms(op).sum(-1)
+    energy = _finite(energy.double().expand(batch))
+    return _iterate(op if n <= m else op.mT, energy, goal, budget, failure, seed, WIDE_BLOCK)
+
+
+def squared_row_norms(op: AttentionOperator, rows: int = 256) -> Float[Tensor, "*b n"]:
+    """Σ_j A_ij² in float64, a block of rows at a time: O(n + m) memory, as many products as there are rows."""
+    n = op.shape[-2]
+    blocks = [op.rows(slice(start, start + rows)) for start in range(0, n, rows)]
+    return torch.cat([block.double().square().sum(-1) for block in blocks], -1)
+
+
+def _check(op: AttentionOperator | Tensor, energy: Tensor | None, budget: int, failure: float) -> None:
+    if not isinstance(op, AttentionOperator | Tensor):
+        raise TypeError(
+            f"op: expected an AttentionOperator or a tensor (*batch, n, m), got {type(op).__name__}. Likely cause: a "
+            "mechanism instead of mechanism.operator(q, k)."
+        )
+    if op.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"op: {op.dtype}, expected float32 or float64: rounding to {op.dtype} would drown the small singular "
+            "values. Build the operator from q.float() and k.float()."
+        )
+    if len(op.shape) < 2 or 0 in op.shape:
+        raise ValueError(f"op: shape {tuple(op.shape)}, expected (*batch, n, m) with n, m ≥ 1: nothing to measure.")
+    if budget < 1:
+        raise ValueError(f"budget: {budget} products, expected 1 or more.")
+    if not 0 <= failure < 1:
+        raise ValueError(f"failure: expected a probability from 0 (deterministic) to below 1, got {failure}.")
+    if energy is not None and (energy < 0).any():
+        raise ValueError("energy: a sum of squares below 0.")
+
+
+def _finite(energy: Tensor) -> Tensor:
+    if not torch.isfinite(energy).all():
+        bad = int((~torch.isfinite(energy)).sum())
+        raise ValueError(
+            f"op: Σ A_ij² is NaN or infinite in {bad} of {energy.numel()} heads; expected finite numbers. Likely "
+            "cause: NaN or infinity in q or k; heedful.check_finite() names the entry."
+        )
+    return energy
+
+
+def _exact(dense: Float[Tensor, "*b n m"]) -> Profile:
+    _finite(dense.sum((-2, -1)))
+    squares = torch.linalg.svdvals(dense.double()).square()
+    sums, energy = squares.cumsum(-1), squares.sum(-1)
+    slack = ROUNDING * torch.finfo(dense.dtype).eps * energy
+    none = torch.zeros_like(energy, dtype=torch.long)
+    return Profile(squares, squares, energy, sums, sums, sums, slack, none, 0.0, "exact")
+
+
+def _formed(head: Float[Tensor, "n m"], goal: Goal, budget: int, failure: float, seed: int) -> Profile:
+    energy = _finite(torch.linalg.vector_norm(head, dim=-1).double().square().sum())
+    if head.shape[-2] > head.shape[-1]:
+        head = head.mT
+    op: linalg.Linear = linalg.Trimmed(head) if head.device.type == "cpu" else head
+    return _iterate(op, energy, goal, budget, failure, seed, BLOCK)
+
+
+def _iterate(
+    op: linalg.Linear, energy: Tensor, goal: Goal, budget: int, failure: float, seed: int, block: int
+) -> Profile:
+    """Grow a sketch, with glances at what it leaves out, until the goal is reached or the budget spent."""
+    search = _Search(op, energy, budget, failure, seed, block)
+    check = 0
+    while True:
+        search.sketch.grow()
+        width, most = search.sketch.width, search.sketch.most
+        if width < min(check, most):
+            continue
+        check = width + max(block, width // 4)
+        profile = search.profile()
+        if goal.reached(profile) and not goal.needs_rest:
+            return replace(profile, stopped="narrow enough")
+        if width < min(FIRST, most):
+            continue
+        if search.stale:
+            search.glance()
+            profile = search.profile()
+            if goal.reached(profile) and not goal.needs_rest:
+                return replace(profile, stopped="narrow enough")
+        wanted = goal.columns(profile)
+        if goal.needs_rest or search.sketch.full or wanted > most:
+            search.look(goal.beyond(profile))
+            profile = search.profile()
+            done = "estimated" if goal.needs_rest else "narrow enough" if goal.reached(profile) else "budget spent"
+            return replace(profile, stopped=done)
+        check = max(check, min(wanted, 2 * width))
+
+
+class _Search:
+    """A sketch, the last probes into what it leaves out, and what both have cost."""
+
+    def __init__(self, op: linalg.Linear, energy: Tensor, budget: int, failure: float, seed: int, block: int):
+        self.op, self.energy, self.failure, self.seed = op, energy, failure, seed
+        columns = (budget - PROBES * (2 * (STEPS + 2 * GLANCE) - 3) - block) // 2
+        self.sketch = linalg.Sketch(op, block, max(block, columns), seed)
+        self.ritz: linalg.Ritz | None = None
+        self.rest: linalg.Rest | None = None
+        self.count = torch.zeros_like(energy, dtype=torch.long)  # Ritz values that the estimate takes as they are
+        self.norm: Tensor | None = None
+        self.looked = False
+        self.glanced, self.spent, self.sent = 0, 0, 0
+
+    @property
+    def stale(self) -> bool:
+        """Whether the sketch has grown so much that the last glance tells too little of what it leaves out by now."""
+        return self.sketch.width >= 1.5 * self.glanced and not self.sketch.full
+
+    def glance(self) -> None:
+        """A few steps, for a bound on the norm of what is left out, and a first idea of the rest."""
+        self.glanced = self.sketch.width
+        width = torch.full_like(self.count, self.sketch.width)
+        self._probe(self.sketch.basis, width, GLANCE)
+
+    def look(self, beyond: Bool[Tensor, "*b"]) -> None:
+        """Enough steps for the distribution of the rest.
+
+        Where the answer lies beyond the sketch, only what has converged is taken out: a Ritz vector that has not
+        would leave its share of the neighbours behind, and flatten both.
+        """
+        assert self.ritz is not None
+        settled = (self.ritz.leaks <= SETTLED * self.ritz.squares).long().cumprod(-1).sum(-1)
+        width = torch.where(beyond, settled, self.sketch.width)
+        self._probe(self.sketch.first(width), width, STEPS)
+        self.looked = True
+
+    def _probe(self, basis: Tensor, width: Tensor, steps: int) -> None:
+        self.sent += 1
+        probes = linalg.Probes(self.op, basis, width, PROBES, self.seed + self.sent)
+        self.rest = probes.advance(steps)
+        self.count = width
+        self.spent += probes.products
+        if self.failure > 0:
+            # The t-th bound may fail with probability failure / 2ᵗ: all of them together with less than failure.
+            # Each stays good as the sketch grows, since what is left out only shrinks.
+            loss = linalg.norm_slack(self.op.shape[-2], PROBES, self.rest.steps, self.failure / 2**self.sent)
+            bound = self.rest.largest / (1 - loss)
+            self.norm = bound if self.norm is None else torch.minimum(self.norm, bound)
+
+    def profile(self) -> Profile:
+        n, sketch = self.op.shape[-2], self.sketch
+        ritz = self.ritz = sketch.solve()
+        residual = (self.energy - sketch.captured).clamp(min=0)
+        norm = residual if self.norm is None else torch.minimum(self.norm, residual)
+        lower = middle = linalg.floor(ritz.squares, residual, n)
+        if self.rest is not None:
+            count = self.count if self.looked else torch.full_like(self.count, sketch.width)
+            middle = linalg.filled(ritz.squares, count, self.energy, self.rest, n).cumsum(-1)
+        return Profile(
+            squares=ritz.squares,
+            ceilings=linalg.ceilings(ritz, norm),
+            energy=self.energy,
+            lower=lower,
+            upper=linalg.ceiling(ritz, residual, norm, n),
+            middle=middle,
+            slack=(ROUNDING * torch.finfo(self.op.dtype).eps + 2 * sketch.defect) * self.energy,
+            products=torch.full_like(self.energy, sketch.products + self.spent, dtype=torch.long),
+            failure=0.0 if self.norm is None else self.failure,
+            stopped="",
+        )
+
+
+def _stack(heads: list[Profile], batch: tuple[int, ...]) -> Profile:
+    """Heads measured one by one, as one; the sketches are as wide as the widest, NaN beyond their own width."""
+    widest = max(head.squares.shape[-1] for head in heads)
+
+    def joined(name: str) -> Tensor:
+        parts = [getattr(head, name) for head in heads]
+        if name in ("squares", "ceilings"):
+            parts = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in parts]
+        return torch.stack(parts).reshape((*batch, *parts[0].shape))
+
+    names = ("squares", "ceilings", "energy", "lower", "upper", "middle", "slack", "products")
+    return Profile(
+        **{name: joined(name) for name in names},
+        failure=max(head.failure for head in heads),
+        stopped=_in_words([head.stopped for head in heads]),
+    )
+
+
+def _in_words(reasons: list[str]) -> str:
+    kinds = sorted(set(reasons))
+    if len(kinds) == 1:
+        return kinds[0]
+    return ", ".join(f"{kind} in {reasons.count(kind)} of {len(reasons)} heads" for kind in kinds)
