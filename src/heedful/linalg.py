@@ -7,6 +7,9 @@ ceiling     Σ_{i≤r} σ_i² ≤ Σ_{i≤r} θ_i² + min(‖R‖², r ν),  ν 
             Σ_{i≤r} σ_i² ≤ the r largest of {θ_i², i ≤ a} ∪ {s, s, …} + ‖C_a‖_*,  s = max(θ_{a+1}², ν) + ‖C − C_a‖₂
             Ky Fan again, for any a: split A Aᵀ into the first a Ritz vectors and all else. The coupling of the two is
             C_a, the residuals (A Aᵀ − θ_i²) u_i, i ≤ a, and adds its singular values; all else has norm s at most
+            Σ_{i≤r} σ_i² ≤ Σ_{i≤r} θ_i² + ‖C_a‖² / (θ_r² − s)  where θ_r² > s
+            for λ > s, as many eigenvalues exceed λ as do those of diag(θ_i²) + C_aᵀ (λ − rest)⁻¹ C_a, which is at most
+            diag(θ_i²) + C_aᵀC_a / (λ − s)
 ν           ‖R‖² always will do; a smaller one comes from Lanczos on R Rᵀ from random starts and holds but for a chosen
             probability of failure (`norm_slack`)
 rest        the same Lanczos runs are quadrature rules for the eigenvalues of R Rᵀ (Ubaru, Chen and Saad 2017)
@@ -292,10 +295,11 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
     >>> ceiling(exact, torch.tensor(2.0), torch.tensor(2.0), 4).tolist()
     [4.0, 6.0, 7.0, 7.0]
     """
+    k = ritz.squares.shape[-1]
     sums = torch.nn.functional.pad(ritz.squares.cumsum(-1), (1, 0))
     total = (sums[..., -1] + residual)[..., None]
     ranks = torch.arange(1, n + 1, device=sums.device)
-    known = torch.nn.functional.pad(sums[..., 1:], (0, n - ritz.squares.shape[-1]), value=torch.inf)
+    known = torch.nn.functional.pad(sums[..., 1:], (0, n - k), value=torch.inf)
     known = torch.minimum(known, sums[..., -1:])
     norm = torch.minimum(norm, residual)[..., None]
     best = torch.minimum(known + torch.minimum(ranks * norm, residual[..., None]), total)
@@ -303,11 +307,13 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
         before = torch.minimum(ranks, count)
         bound = sums.gather(-1, before) + (ranks - before) * level + sqrt(ritz.block) * coupling
         best = torch.minimum(best, bound)
+        gained = coupling.square() / (ritz.squares - level).clamp(min=0)  # infinite, or 0 / 0, where θ² ≤ s
+        best[..., :k] = torch.fmin(best[..., :k], sums[..., 1:] + gained)
     return best
 
 
 def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
-    """Upper bounds of each σ_i² by the same splits and by Weyl: no eigenvalue moves by more than the coupling's norm.
+    """Upper bounds of each σ_i² by the same splits: no eigenvalue moves by more than the coupling's norm.
 
     >>> ceilings(Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2), torch.tensor(2.0)).tolist()
     [4.0, 2.0]
@@ -316,10 +322,11 @@ def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
     best = ritz.squares + norm
     for _, level, coupling in _splits(ritz, norm):
         best = torch.minimum(best, torch.maximum(ritz.squares, level) + coupling)
+        best = torch.fmin(best, ritz.squares + coupling.square() / (ritz.squares - level).clamp(min=0))
     return best
 
 
-SPLITS = 8
+SPLITS = 8  # places at which the Ritz values are cut in two, and the best of the bounds taken
 
 
 def _splits(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -342,7 +349,9 @@ def filled(
     the middles of the shares. Columns that the sketch gained since the probes were sent took the largest of them.
     What is certain, the sum, is restored at the end.
     """
-    nodes = rest.nodes.flatten(-2)
+    # A node without weight says nothing; its rule's mean keeps it from bending the line.
+    means = (rest.nodes * rest.weights).sum(-1, keepdim=True)
+    nodes = torch.where(rest.weights > 1e-10, rest.nodes, means).flatten(-2)
     order = nodes.argsort(-1, descending=True)
     nodes = nodes.gather(-1, order)
     shares = rest.weights.flatten(-2).gather(-1, order)

@@ -14,8 +14,9 @@ is taken to be within ROUNDING epsilons (real heads: 2), and U within the depart
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -42,6 +43,7 @@ class Profile:
 
     squares: Float[Tensor, "*b k"]
     ceilings: Float[Tensor, "*b k"]
+    errors: Float[Tensor, "*b k"]
     energy: Float[Tensor, "*b"]
     lower: Float[Tensor, "*b s"]
     upper: Float[Tensor, "*b s"]
@@ -79,37 +81,38 @@ def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tens
 
 
 class Goal:
-    """When a measurement is narrow enough, and how many columns that may take."""
+    """When a measurement is good enough, how many columns that may take, and whether probes bring it nearer."""
+
+    glances = False
+    looks = False
+    least = 1  # columns without which there is no answer at all
 
     def reached(self, profile: Profile) -> bool:
         raise NotImplementedError
 
-    def columns(self, profile: Profile) -> int:
+    def columns(self, profile: Profile) -> float:
         raise NotImplementedError
 
     def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
         """In which heads the answer depends on values that the sketch has not found."""
         return torch.ones_like(profile.energy, dtype=torch.bool)
 
-    needs_rest = False  # whether the values beyond the sketch are asked for in any case
-
 
 @dataclass(frozen=True)
 class TopValues(Goal):
-    """The first k values to a relative accuracy."""
+    """The first k values to a relative accuracy, as their residuals tell it."""
 
     k: int
     within: float
 
-    def reached(self, profile: Profile) -> bool:
-        known = profile.squares[..., : self.k]
-        if known.shape[-1] < self.k:
-            return False
-        # σ against its ceiling; what rounding alone accounts for can't be improved.
-        allowed = known * (1 + self.within) ** 2 + profile.slack[..., None]
-        return bool((profile.ceilings[..., : self.k] <= allowed).all())
+    @property
+    def least(self) -> int:  # type: ignore[override]
+        return self.k
 
-    def columns(self, profile: Profile) -> int:
+    def reached(self, profile: Profile) -> bool:
+        return profile.squares.shape[-1] >= self.k and bool((profile.errors[..., : self.k] <= self.within).all())
+
+    def columns(self, profile: Profile) -> float:
         return 4 * self.k
 
 
@@ -119,6 +122,7 @@ class RankInterval(Goal):
 
     tau: float
     within: float
+    glances = looks = True
 
     def reached(self, profile: Profile) -> bool:
         low, guess, high = profile.rank(self.tau)
@@ -126,8 +130,8 @@ class RankInterval(Goal):
         tie = _first(profile.upper, self.tau * profile.energy) == _first(profile.lower, self.tau * profile.energy)
         return bool((high - low <= torch.maximum(self.within * guess, tie.double())).all())
 
-    def columns(self, profile: Profile) -> int:
-        return int(1.1 * profile.rank(self.tau)[1].max()) + BLOCK
+    def columns(self, profile: Profile) -> float:
+        return 1.1 * float(profile.rank(self.tau)[1].max()) + BLOCK
 
     def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
         return profile.rank(self.tau)[1] > 0.8 * profile.squares.shape[-1]
@@ -139,50 +143,38 @@ class ShareInterval(Goal):
 
     r: int
     within: float
+    glances = looks = True
 
     def reached(self, profile: Profile) -> bool:
         low, _, high = profile.share(self.r)
         return bool((high - low <= self.within).all())
 
-    def columns(self, profile: Profile) -> int:
+    def columns(self, profile: Profile) -> float:
         return self.r + BLOCK
 
 
 @dataclass(frozen=True)
 class WholeSpectrum(Goal):
-    """All values, as an estimate."""
+    """All values, as an estimate, unless the sketch holds everything."""
 
-    needs_rest = True
-
-    def reached(self, profile: Profile) -> bool:
-        return bool((profile.lower[..., profile.squares.shape[-1] - 1] >= profile.energy - 2 * profile.slack).all())
-
-    def columns(self, profile: Profile) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Both(Goal):
-    first: Goal
-    second: Goal
+    looks = True
 
     def reached(self, profile: Profile) -> bool:
-        return self.first.reached(profile) and self.second.reached(profile)
+        return bool((profile.energy - profile.squares.sum(-1) <= profile.slack).all())
 
-    def columns(self, profile: Profile) -> int:
-        return max(goal.columns(profile) for goal in (self.first, self.second) if not goal.reached(profile))
+    def columns(self, profile: Profile) -> float:
+        return inf
 
 
 def measure(
     op: AttentionOperator | Tensor,
-    goal: Goal,
-    *,
+    *goals: Goal,
     energy: Float[Tensor, "*b"] | None = None,
     budget: int = BUDGET,
     failure: float = 1e-9,
     seed: int = 0,
 ) -> Profile:
-    """Products with A and Aᵀ until the goal is reached, or the budget is spent; by the route that is cheapest."""
+    """Products with A and Aᵀ until the goals are reached, or the budget is spent; by the route that is cheapest."""
     _check(op, energy, budget, failure)
     *batch, n, m = op.shape
     small = min(n, m) <= EXACT
@@ -190,12 +182,12 @@ def measure(
         dense = op if isinstance(op, Tensor) else op.to_dense()
         if small:
             return _exact(dense)
-        heads = [_formed(head, goal, budget, failure, seed) for head in dense.reshape(-1, n, m)]
+        heads = [_formed(head, goals, budget, failure, seed) for head in dense.reshape(-1, n, m)]
         return _stack(heads, tuple(batch))
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
-    return _iterate(op if n <= m else op.mT, energy, goal, budget, failure, seed, WIDE_BLOCK)
+    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, WIDE_BLOCK)
 
 
 def squared_row_norms(op: AttentionOperator, rows: int = 256) -> Float[Tensor, "*b n"]:
@@ -242,55 +234,61 @@ def _exact(dense: Float[Tensor, "*b n m"]) -> Profile:
     sums, energy = squares.cumsum(-1), squares.sum(-1)
     slack = ROUNDING * torch.finfo(dense.dtype).eps * energy
     none = torch.zeros_like(energy, dtype=torch.long)
-    return Profile(squares, squares, energy, sums, sums, sums, slack, none, 0.0, "exact")
+    return Profile(squares, squares, torch.zeros_like(squares), energy, sums, sums, sums, slack, none, 0.0, "exact")
 
 
-def _formed(head: Float[Tensor, "n m"], goal: Goal, budget: int, failure: float, seed: int) -> Profile:
+def _formed(head: Float[Tensor, "n m"], goals: Sequence[Goal], budget: int, failure: float, seed: int) -> Profile:
     energy = _finite(torch.linalg.vector_norm(head, dim=-1).double().square().sum())
     if head.shape[-2] > head.shape[-1]:
         head = head.mT
     op: linalg.Linear = linalg.Trimmed(head) if head.device.type == "cpu" else head
-    return _iterate(op, energy, goal, budget, failure, seed, BLOCK)
+    return _iterate(op, energy, goals, budget, failure, seed, BLOCK)
 
 
 def _iterate(
-    op: linalg.Linear, energy: Tensor, goal: Goal, budget: int, failure: float, seed: int, block: int
+    op: linalg.Linear, energy: Tensor, goals: Sequence[Goal], budget: int, failure: float, seed: int, block: int
 ) -> Profile:
-    """Grow a sketch, with glances at what it leaves out, until the goal is reached or the budget spent."""
-    search = _Search(op, energy, budget, failure, seed, block)
-    check = 0
+    """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach."""
+    least = max(goal.least for goal in goals)
+    search = _Search(op, energy, budget, failure, seed, block, least)
+    most, check = search.sketch.most, 0.0
     while True:
         search.sketch.grow()
-        width, most = search.sketch.width, search.sketch.most
+        width = search.sketch.width
         if width < min(check, most):
             continue
-        check = width + max(block, width // 4)
         profile = search.profile()
-        if goal.reached(profile) and not goal.needs_rest:
-            return replace(profile, stopped="narrow enough")
-        if width < min(FIRST, most):
-            continue
-        if search.stale:
+        unmet = [goal for goal in goals if not goal.reached(profile)]
+        hopeful = [goal for goal in unmet if search.rest is None or goal.columns(profile) <= most]
+        if width >= min(FIRST, most) and search.stale and any(goal.glances for goal in hopeful):
             search.glance()
             profile = search.profile()
-            if goal.reached(profile) and not goal.needs_rest:
-                return replace(profile, stopped="narrow enough")
-        wanted = goal.columns(profile)
-        if goal.needs_rest or search.sketch.full or wanted > most:
-            search.look(goal.beyond(profile))
+            unmet = [goal for goal in unmet if not goal.reached(profile)]
+        if not unmet:
+            return replace(profile, stopped="narrow enough")
+        near = [goal.columns(profile) for goal in unmet if goal.columns(profile) <= most]
+        if not search.sketch.full and (near or width < min(FIRST, most)):
+            # Solving costs as much as growing by then: do it when there may be something to see.
+            check = max(width * 1.25, width + block, min([2.0 * width, *near]))
+            continue
+        if any(goal.looks for goal in unmet):
+            search.look(torch.stack([goal.beyond(profile) for goal in unmet if goal.looks]).any(0))
             profile = search.profile()
-            done = "estimated" if goal.needs_rest else "narrow enough" if goal.reached(profile) else "budget spent"
-            return replace(profile, stopped=done)
-        check = max(check, min(wanted, 2 * width))
+        reached = all(goal.reached(profile) for goal in unmet)
+        return replace(profile, stopped="narrow enough" if reached else "budget spent")
 
 
 class _Search:
     """A sketch, the last probes into what it leaves out, and what both have cost."""
 
-    def __init__(self, op: linalg.Linear, energy: Tensor, budget: int, failure: float, seed: int, block: int):
+    def __init__(
+        self, op: linalg.Linear, energy: Tensor, budget: int, failure: float, seed: int, block: int, least: int
+    ):
         self.op, self.energy, self.failure, self.seed = op, energy, failure, seed
-        columns = (budget - PROBES * (2 * (STEPS + 2 * GLANCE) - 3) - block) // 2
-        self.sketch = linalg.Sketch(op, block, max(block, columns), seed)
+        # As many columns as leave room for two glances and a look, but half of a small budget.
+        columns = max(budget - PROBES * (2 * (STEPS + 2 * GLANCE) - 3) - block, (budget - block) // 2) // 2
+        self.sketch = linalg.Sketch(op, block, max(block, columns, least), seed)
+        self.budget = budget
         self.ritz: linalg.Ritz | None = None
         self.rest: linalg.Rest | None = None
         self.count = torch.zeros_like(energy, dtype=torch.long)  # Ritz values that the estimate takes as they are
@@ -301,7 +299,12 @@ class _Search:
     @property
     def stale(self) -> bool:
         """Whether the sketch has grown so much that the last glance tells too little of what it leaves out by now."""
-        return self.sketch.width >= 1.5 * self.glanced and not self.sketch.full
+        return self.sketch.width >= 1.5 * self.glanced and self.left >= PROBES * (4 * GLANCE - 2)
+
+    @property
+    def left(self) -> int:
+        """Products that may still be spent."""
+        return self.budget - self.sketch.products - self.spent
 
     def glance(self) -> None:
         """A few steps, for a bound on the norm of what is left out, and a first idea of the rest."""
@@ -316,9 +319,12 @@ class _Search:
         would leave its share of the neighbours behind, and flatten both.
         """
         assert self.ritz is not None
+        steps = min(STEPS, (self.left // PROBES + 1) // 2)
+        if steps < 2:
+            return
         settled = (self.ritz.leaks <= SETTLED * self.ritz.squares).long().cumprod(-1).sum(-1)
         width = torch.where(beyond, settled, self.sketch.width)
-        self._probe(self.sketch.first(width), width, STEPS)
+        self._probe(self.sketch.first(width), width, steps)
         self.looked = True
 
     def _probe(self, basis: Tensor, width: Tensor, steps: int) -> None:
@@ -346,6 +352,7 @@ class _Search:
         return Profile(
             squares=ritz.squares,
             ceilings=linalg.ceilings(ritz, norm),
+            errors=_relative_errors(ritz),
             energy=self.energy,
             lower=lower,
             upper=linalg.ceiling(ritz, residual, norm, n),
@@ -357,17 +364,26 @@ class _Search:
         )
 
 
+def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
+    """How far each θ may be below its σ, relative to it: an estimate from its residual and its distance to the rest."""
+    leaks, squares = ritz.leaks, ritz.squares
+    tiny = torch.finfo(torch.float64).tiny
+    gaps = (squares - squares[..., -1:]).clamp(min=tiny)
+    noise = torch.finfo(torch.float32).eps * squares[..., :1]  # below it nothing can be told, and nothing is waited for
+    return torch.minimum(leaks, leaks.square() / gaps) / (2 * torch.maximum(squares, noise).clamp(min=tiny))
+
+
 def _stack(heads: list[Profile], batch: tuple[int, ...]) -> Profile:
     """Heads measured one by one, as one; the sketches are as wide as the widest, NaN beyond their own width."""
     widest = max(head.squares.shape[-1] for head in heads)
 
     def joined(name: str) -> Tensor:
         parts = [getattr(head, name) for head in heads]
-        if name in ("squares", "ceilings"):
+        if name in ("squares", "ceilings", "errors"):
             parts = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in parts]
         return torch.stack(parts).reshape((*batch, *parts[0].shape))
 
-    names = ("squares", "ceilings", "energy", "lower", "upper", "middle", "slack", "products")
+    names = ("squares", "ceilings", "errors", "energy", "lower", "upper", "middle", "slack", "products")
     return Profile(
         **{name: joined(name) for name in names},
         failure=max(head.failure for head in heads),

@@ -24,7 +24,6 @@ from heedful.measures.render import Measurement, altair
 from heedful.measures.search import (
     BUDGET,
     HELD,
-    Both,
     Goal,
     Profile,
     RankInterval,
@@ -170,7 +169,7 @@ def spectrum(
     k: int = 32,
     *,
     tau: float | None = None,
-    within: float = 0.02,
+    within: float = 0.005,
     energy: Float[Tensor, "*b"] | None = None,
     budget: int = BUDGET,
     failure: float = 1e-9,
@@ -189,10 +188,10 @@ def spectrum(
     energy    Σ_ij A_ij² where it is known already
     budget    products (columns through A or Aᵀ) to spend at most; a batch that is not formed shares them
     """
-    goal: Goal = TopValues(_check_k(k, op), within)
+    goals: list[Goal] = [TopValues(_check_k(k, op), within)]
     if tau is not None:
-        goal = Both(goal, RankInterval(_check_tau(tau), 0.1))
-    profile = measure(op, goal, energy=energy, budget=max(budget, 4 * k), failure=failure, seed=seed)
+        goals.append(RankInterval(_check_tau(tau), 0.1))
+    profile = measure(op, *goals, energy=energy, budget=budget, failure=failure, seed=seed)
     squares = profile.squares[..., :k]
     return Spectrum(
         values=squares.sqrt(),

@@ -1,0 +1,370 @@
+"""Spectra from products alone: closed forms, bounds that hold, routes that agree, and errors that teach."""
+
+from __future__ import annotations
+
+import json
+from math import ceil, cos, pi, sin, sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heedful as h
+from heedful import linalg
+from heedful.measures import numerical_rank, row_correlation, search
+
+ROUTES = {
+    "exact": {},
+    "formed": {"EXACT": 0},
+    "not formed": {"EXACT": 0, "FORMED": 0},
+}
+
+
+@pytest.fixture(params=ROUTES)
+def route(request, monkeypatch):
+    for name, value in ROUTES[request.param].items():
+        monkeypatch.setattr(search, name, value)
+    return request.param
+
+
+def operator(n=160, m=None, d=8, heads=(), contrast=2.0, pattern=None, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    q = contrast * torch.randn(*heads, n, d, generator=generator, dtype=dtype)
+    k = torch.randn(*heads, m or n, d, generator=generator, dtype=dtype)
+    return h.Softmax(h.Causal() if pattern is None else pattern).operator(q, k)
+
+
+def truth(op, tau):
+    """The effective rank by its definition, in float64."""
+    squares = h.svdvals(op).square()
+    return (squares.cumsum(-1) < tau * squares.sum(-1, keepdim=True) * (1 - 1e-12)).sum(-1) + 1
+
+
+# Closed forms
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.9, 0.999])
+def test_uniform_attention_has_effective_rank_1(route, tau):
+    q, k = torch.zeros(2, 100, 4).unbind()
+    found = h.effective_rank(h.Softmax(h.Full()).operator(q, k), tau)
+    assert (int(found.lower), int(found.estimate), int(found.upper)) == (1, 1, 1)
+
+
+def test_all_of_the_energy_can_be_told_up_to_rounding_only(route):
+    q, k = torch.zeros(2, 100, 4).unbind()
+    found = h.effective_rank(h.Softmax(h.Full()).operator(q, k), 1.0)
+    assert (int(found.lower), int(found.estimate), int(found.upper)) == (1, 1, 100)
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.9, 0.95])
+def test_the_identity_has_effective_rank_tau_n(route, tau):
+    n = 128
+    q, k = torch.zeros(2, n, 4).unbind()
+    found = h.effective_rank(h.FixedPattern("current").operator(q, k), tau, budget=16 * n)
+    assert int(found.estimate) == ceil(tau * n)
+    assert int(found.lower) <= ceil(tau * n) <= int(found.upper) <= ceil(tau * n) + 1
+
+
+def test_causal_uniform_attention(route):
+    q, k = torch.zeros(2, 512, 4, dtype=torch.float64).unbind()
+    op = h.Softmax(h.Causal()).operator(q, k)
+    assert round(float(h.spectrum(op, 1, within=1e-9).values[0]), 5) == 1.72028
+    for tau, rank in ((0.9, 7), (0.95, 11)):
+        found = h.effective_rank(op, tau, within=0)
+        assert (int(found.lower), int(found.estimate), int(found.upper)) == (rank, rank, rank)
+
+
+def test_the_rank_of_attention_on_a_circle_is_not_bounded_by_its_width(route):
+    angles = [2 * pi * i / 256 for i in range(256)]
+    q = 20 * torch.tensor([[cos(a), sin(a)] for a in angles], dtype=torch.float64)
+    found = h.effective_rank(h.Softmax(h.Full(), scale=1.0).operator(q, q), 0.9)
+    assert int(found.estimate) == 47
+    assert int(found.lower) <= 47 <= int(found.upper)
+
+
+# Bounds and routes
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("contrast", [0.3, 1.0, 3.0, 10.0])
+def test_the_interval_holds_the_effective_rank(route, tau, contrast):
+    op = operator(n=200, heads=(3,), contrast=contrast)
+    found = h.effective_rank(op, tau, budget=512)
+    rank = truth(op, tau)
+    assert (found.lower <= rank).all() and (rank <= found.upper).all()
+    assert (found.lower <= found.estimate).all() and (found.estimate <= found.upper).all()
+    assert ((found.estimate - rank).abs() <= (0.1 * rank).clamp(min=1)).all()
+
+
+def test_a_larger_budget_gives_a_narrower_interval(route):
+    op = operator(n=300, contrast=3.0)
+    widths = []
+    for budget in (64, 512, 4096):
+        found = h.effective_rank(op, 0.9, within=0, budget=budget)
+        assert found.lower <= truth(op, 0.9) <= found.upper
+        widths.append(int(found.upper - found.lower))
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] <= 1
+    if route != "exact":
+        assert widths[0] > 10 and h.effective_rank(op, 0.9, within=0, budget=64).stopped == "budget spent"
+
+
+def test_without_probability_the_interval_is_wider_but_holds(route):
+    op = operator(n=300, contrast=3.0)
+    sure, likely = (h.effective_rank(op, 0.9, budget=700, within=0, failure=failure) for failure in (0, 1e-9))
+    assert sure.failure == 0
+    assert sure.lower <= likely.lower <= truth(op, 0.9) <= likely.upper <= sure.upper
+
+
+@pytest.mark.parametrize("shape", [(120, 120), (70, 150)])
+def test_the_first_values_are_those_of_the_matrix(route, shape):
+    op = operator(*shape, heads=(2,), dtype=torch.float64)
+    found, exact = h.spectrum(op, 8), h.svdvals(op)
+    torch.testing.assert_close(found.values, exact[..., :8], rtol=0.005, atol=0)
+    assert (found.values <= exact[..., :8] * (1 + 1e-9)).all() and (exact[..., :8] <= found.ceilings * (1 + 1e-9)).all()
+    torch.testing.assert_close(found.energy, exact.square().sum(-1), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.residual, found.energy - found.values.square().sum(-1))
+
+
+def test_more_queries_than_keys(route):
+    op = operator(150, 70, pattern=h.Full())
+    found = h.effective_rank(op, 0.9)
+    assert found.lower <= truth(op, 0.9) <= found.upper
+
+
+def test_every_measure_is_inside_its_bounds(route):
+    op = operator(n=200, heads=(2,), contrast=3.0)
+    squares = h.svdvals(op).square()
+    shares = squares / squares.sum(-1, keepdim=True)
+    expected = {
+        h.stable_rank: 1 / shares[..., 0],
+        h.entropic_rank: torch.special.entr(shares).sum(-1).exp(),
+        h.energy_share: shares[..., :20].sum(-1),
+    }
+    for function, value in expected.items():
+        found = function(op)
+        assert (found.lower <= value).all() and (value <= found.upper).all(), function
+        torch.testing.assert_close(found.estimate, value, rtol=0.05, atol=0)
+
+
+def test_a_spectrum_serves_every_other_measure_without_products():
+    op = operator(n=100)
+    found = h.spectrum(op, 16)
+    for function in (h.effective_rank, h.stable_rank, h.entropic_rank, h.energy_share):
+        torch.testing.assert_close(function(found).estimate, function(op).estimate)
+    assert torch.equal(h.decay_exponent(found, 16).fits, h.decay_exponent(op, 16).fits)
+
+
+def test_heads_of_a_batch_are_measured_as_if_alone():
+    """Formed heads go one by one: batch mates can't matter."""
+    q, k = torch.randn(2, 2, 3, 600, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    whole = h.effective_rank(h.Softmax().operator(q, k[:, :1]))
+    alone = h.effective_rank(h.Softmax().operator(q[1, 2], k[1, 0]))
+    assert whole.estimate.shape == (2, 3)
+    assert (whole.lower[1, 2], whole.upper[1, 2]) == (alone.lower, alone.upper)
+
+
+def test_any_mechanism_will_do(route):
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 90, 4, generator=generator).unbind()
+    for mechanism in (h.Linear(), h.Retention(0.9), h.Quadratic(), h.Nystrom(8)):
+        op = mechanism.operator(q, k)
+        found = h.effective_rank(op, 0.9, budget=512)
+        assert found.lower <= truth(op, 0.9) <= found.upper, mechanism
+
+
+# Edges
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (40, 40)])
+def test_zeros_have_no_rank(route, shape):
+    found = h.effective_rank(torch.zeros(shape))
+    assert (int(found.lower), int(found.estimate), int(found.upper)) == (0, 0, 0)
+    assert float(h.stable_rank(torch.zeros(shape)).estimate) == float(h.entropic_rank(torch.zeros(shape)).estimate) == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1)])
+def test_a_single_row_or_column(route, shape):
+    assert int(h.effective_rank(torch.ones(shape)).estimate) == 1
+    assert float(h.spectrum(torch.ones(shape), 1).values[0]) == pytest.approx(sqrt(max(shape)))
+
+
+def test_a_matrix_of_low_rank(route):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(300, 3, generator=generator) @ torch.randn(3, 200, generator=generator)
+    assert int(h.effective_rank(a, 1.0).lower) <= 3 <= int(h.effective_rank(a, 1.0).upper)
+    found = h.effective_rank(a, 0.999)
+    assert int(found.lower) == int(found.upper) == int(truth(a, 0.999))
+    assert int(numerical_rank(a)) == 3
+
+
+def test_an_operator_in_half_precision_is_refused():
+    with pytest.raises(TypeError, match=r"q\.float"):
+        h.effective_rank(operator(n=8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, 1.5, 90.0])
+def test_tau_is_a_share(tau):
+    with pytest.raises(ValueError, match="tau"):
+        h.effective_rank(torch.eye(4), tau)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_is_at_most_the_size(k):
+    with pytest.raises(ValueError, match=f"k: {k} singular values"):
+        h.spectrum(torch.eye(4), k)
+
+
+def test_nan_is_an_error(route):
+    q, k = torch.randn(2, 40, 4).unbind()
+    q[3, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        h.effective_rank(h.Softmax(h.Full()).operator(q, k))
+
+
+def test_an_empty_matrix_and_a_mechanism_are_errors():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        h.effective_rank(torch.zeros(0, 4))
+    with pytest.raises(TypeError, match=r"mechanism\.operator"):
+        h.effective_rank(h.Softmax())
+
+
+def test_what_is_not_linear_is_found_out_on_request():
+    class Bent:
+        shape, dtype, device = (5, 5), torch.float32, torch.device("cpu")
+        mT = torch.eye(5)
+
+        def __matmul__(self, x):
+            return x.relu()
+
+    class Askew(Bent):
+        mT = 2 * torch.eye(5)
+
+        def __matmul__(self, x):
+            return x
+
+    linalg.check_linear(operator(n=30))
+    with pytest.raises(ValueError, match="linear in the values"):
+        linalg.check_linear(Bent())
+    with pytest.raises(ValueError, match="adjoint"):
+        linalg.check_linear(Askew())
+
+
+# Shapes of decay and rows
+
+
+def test_a_power_law_is_recognised_with_its_exponent(route):
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).mul(0.02).exp()
+    found = h.decay_exponent(torch.diag(noise * torch.arange(1, 201) ** -1.3), 24)
+    assert found.fits and abs(found.exponent - 1.3) < 3 * found.error
+
+
+@pytest.mark.parametrize("values", [torch.exp(-0.3 * torch.arange(60)), torch.ones(60), torch.arange(60, 0, -1.0)])
+def test_no_power_law_is_refused(values):
+    found = h.decay_exponent(torch.diag(values), 24)
+    assert not found.fits and found.exponent.isnan() and found.error.isnan()
+
+
+def test_row_correlation_is_the_mean_cosine_of_pairs():
+    op = operator(n=50, heads=(2,))
+    a = torch.nn.functional.normalize(op.to_dense().double(), dim=-1)
+    cosines = a @ a.mT
+    expected = (cosines.sum((-2, -1)) - 50) / (50 * 49)
+    torch.testing.assert_close(row_correlation(op), expected, rtol=1e-5, atol=1e-6)
+    assert row_correlation(torch.ones(1, 3)).isnan()
+
+
+# How results show
+
+
+def test_results_show_themselves():
+    found = h.spectrum(operator(n=60, heads=(2, 8)), 4)
+    assert "σ₄" in repr(found) and "1.3" in repr(found) and "… and 4 more" in repr(found)
+    assert "<td>1.7</td>" in found._repr_html_()
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert len(plain["values"][1][7]) == 4 and "profile" not in plain
+    assert found.__rich__().row_count == 16
+
+
+def test_html_is_escaped():
+    found = h.stable_rank(torch.eye(3))
+    object.__setattr__(found, "stopped", "<script>")
+    assert "<script>" not in found._repr_html_() and "&lt;script&gt;" in found._repr_html_()
+
+
+def test_a_plot_is_a_chart_of_all_heads():
+    pytest.importorskip("altair")
+    chart = h.spectrum(operator(n=60, heads=(2,)), 4).plot().to_dict()
+    assert len(next(iter(chart["datasets"].values())) if "datasets" in chart else chart["data"]["values"]) == 8
+
+
+# The mathematics of the bounds, on any matrix
+
+
+def spectra():
+    return st.lists(st.floats(0, 10), min_size=12, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(spectra(), st.integers(1, 12), st.integers(0, 1000))
+def test_floor_and_ceiling_hold_the_sums_for_any_basis(values, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left, right, basis = (
+        torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64))[0] for _ in range(3)
+    )
+    a = left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right
+    u = basis[:, :width]
+    rest = a - u @ (u.mT @ a)
+    w = a.mT @ u
+    squares, vectors = torch.linalg.eigh(w.mT @ w)
+    leaks = (rest @ w @ vectors).norm(dim=0)
+    ritz = linalg.Ritz(squares.flip(-1).clamp(min=0), leaks.flip(-1), width)
+    residual, norm = rest.square().sum(), torch.linalg.matrix_norm(rest, 2) ** 2
+    exact = torch.linalg.svdvals(a).square()
+    slack = 1e-9 * (1 + exact.sum())
+    for bound in (norm, residual):
+        assert (exact.cumsum(-1) <= linalg.ceiling(ritz, residual, bound, 12) + slack).all()
+        assert (exact[:width] <= linalg.ceilings(ritz, bound) + slack).all()
+    assert (linalg.floor(ritz.squares, residual, 12) <= exact.cumsum(-1) + slack).all()
+
+
+def test_a_norm_that_is_too_small_breaks_the_ceiling():
+    """The planted fault: the bounds above are not so wide that anything would pass."""
+    a = torch.eye(12, dtype=torch.float64)
+    ritz = linalg.Ritz(torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), 4)
+    sums = torch.linalg.svdvals(a).square().cumsum(-1)
+    residual = torch.tensor(8.0, dtype=torch.float64)
+    assert (sums <= linalg.ceiling(ritz, residual, torch.tensor(1.0, dtype=torch.float64), 12) + 1e-9).all()
+    assert not (sums <= linalg.ceiling(ritz, residual, torch.tensor(0.9, dtype=torch.float64), 12) + 1e-9).all()
+
+
+def test_the_norm_bound_fails_no_more_often_than_it_says():
+    """Few steps and a high allowance, so that failures would be seen: a lone large value among 200."""
+    a = torch.diag(torch.cat([torch.tensor([1.05]), torch.linspace(0, 1, 199)])).double().sqrt()
+    none, width = torch.zeros(0, 200, dtype=torch.float64), torch.tensor(0)
+    failure, wrong, trials = 0.2, 0, 200
+    loss = linalg.norm_slack(200, 1, 6, failure)
+    for seed in range(trials):
+        rest = linalg.Probes(a, none, width, 1, seed).advance(6)
+        assert rest.largest <= 1.05 + 1e-9
+        wrong += bool(rest.largest / (1 - loss) < 1.05)
+    assert wrong <= failure * trials
+    assert 0 < loss < 0.9 and linalg.norm_slack(200, 16, 12, 1e-9) < loss
+
+
+def test_quadrature_tells_the_spectrum_of_a_matrix_without_structure():
+    a = torch.randn(300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rest = linalg.Probes(a, torch.zeros(0, 300, dtype=torch.float64), torch.tensor(0), 16).advance(16)
+    exact = torch.linalg.svdvals(a).square()
+    made = linalg.filled(exact[:0], torch.tensor(0), exact.sum(), rest, 300)
+    torch.testing.assert_close(made.cumsum(-1)[9::10], exact.cumsum(-1)[9::10], rtol=0.05, atol=0)
+
+
+def test_a_sketch_stays_orthonormal_when_there_is_nothing_left_to_find():
+    a = torch.ones(50, 50)
+    sketch = linalg.Sketch(a, block=8, most=50)
+    while not sketch.full:
+        sketch.grow()
+    assert sketch.width == 50 and sketch.defect < 1e-4
+    assert float(sketch.captured) == pytest.approx(2500, rel=1e-5)
