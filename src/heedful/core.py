@@ -143,6 +143,10 @@ class Mechanism(nn.Module, ABC):
         with as_given(q):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
+    def formed(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
+        """A(q, k) in numbers, for measuring. Override where there is a faster way than the definition."""
+        return self.matrix(q, k, segments=segments)
+
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
         """Which backend a call would run on, and why not the others."""
         return f"{type(self).__name__}: plain torch, no kernel to choose"
@@ -162,6 +166,7 @@ class Mechanism(nn.Module, ABC):
             lambda: self.matrix(q, k, segments=segments),
             lambda request: self.row_sums(q, k, request, segments=segments),
             resolve(segments, q.shape[-2], k.shape[-2], q.device),
+            lambda: self.formed(q, k, segments=segments),
         )
 
     def extra_repr(self) -> str:

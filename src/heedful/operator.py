@@ -37,6 +37,7 @@ class AttentionOperator:
         dense: Callable[[], Tensor],
         row_sums: Callable[[Request], RowSums] | None = None,
         layout: Layout | None = None,
+        formed: Callable[[], Tensor] | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -46,6 +47,7 @@ class AttentionOperator:
         self._dense = dense
         self._row_sums = row_sums
         self.layout = resolve(None, self.shape[-2], self.shape[-1], device) if layout is None else layout
+        self._formed = dense if formed is None else formed
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
@@ -80,6 +82,7 @@ class AttentionOperator:
             self._apply,
             lambda: self._dense().mT,
             layout=Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
+            formed=lambda: self._formed().mT,
         )
 
     def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
@@ -98,6 +101,10 @@ class AttentionOperator:
     def to_dense(self) -> Float[Tensor, "*b n m"]:
         """The matrix itself, by the mechanism's definition: n × m numbers for each head."""
         return self._dense()
+
+    def form(self) -> Float[Tensor, "*b n m"]:
+        """The matrix itself, by the fastest way that the mechanism knows; equal to `to_dense` but for rounding."""
+        return self._formed()
 
     def __repr__(self) -> str:
         return f"AttentionOperator{self.shape}, {self.dtype}, {self.device}"

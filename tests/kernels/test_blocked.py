@@ -42,6 +42,7 @@ def inputs(n=41, m=41, batch=(2, 3), seed=0):
 
 def assert_agrees(mechanism, q, k, v, segments):
     out, dense = mechanism(q, k, v, segments=segments), mechanism.matrix(q, k, segments=segments)
+    torch.testing.assert_close(mechanism.formed(q, k, segments=segments), dense.detach())
     assert torch.allclose(out, dense @ v, rtol=0, atol=1e-12)
     grad = torch.randn_like(out)
     wanted = [q, k, v, *mechanism.parameters()]

@@ -179,7 +179,7 @@ def measure(
     *batch, n, m = op.shape
     small = min(n, m) <= EXACT
     if isinstance(op, Tensor) or ((small or n * m <= FORMED) and prod(batch) * n * m <= HELD):
-        dense = op if isinstance(op, Tensor) else op.to_dense()
+        dense = op if isinstance(op, Tensor) else op.form()
         if small:
             return _exact(dense)
         heads = [_formed(head, goals, budget, failure, seed) for head in dense.reshape(-1, n, m)]

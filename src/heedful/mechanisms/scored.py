@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
-from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint
+from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
@@ -69,6 +69,11 @@ class Scored(RecurrentMechanism):
     def row_sums(self, q, k, request, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
+
+    def formed(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        with as_given(q):
+            return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
 
     def _kernel_inputs(self, q, k, v, segments):
         return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])

@@ -3,6 +3,7 @@
     forward     S = scale · Q Kᵀ,  P = W(S),  O = P V                          tile by tile
     backward    dV += Pᵀ dO,  dP = dO Vᵀ,  dS = Wᵀ(dP),  dQ = scale · dS K,  dK += scale · dSᵀ Q
     adjoint     Aᵀ Y = Σ_tiles Pᵀ Y                                            the first term alone
+    matrix      A = the tiles side by side
 
 P is recomputed in the backward pass; nothing of size n × m outlives a tile. A low-precision input is raised to
 float32 tile by tile, so scores and weights are never rounded to it.
@@ -85,6 +86,32 @@ def blocked_adjoint(
         weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
         _add(pick(out, tile.batch), tile.cols, weights.mT @ work.rows_of(2, tile))
     return out.to(y.dtype)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def blocked_matrix(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    rows: RowFunction,
+    pattern: Pattern,
+    segments: Segments | None,
+    scale: float,
+) -> Float[Tensor, "*b n m"]:
+    """A itself, tile by tile: one pass over the weights that the pattern allows. (Call it under `as_given`.)"""
+    if segments is not None:
+        layout = resolve(segments, q.shape[-2], k.shape[-2])
+        q, k = q.masked_fill(layout.query_ids[..., None] < 0, 0), k.masked_fill(layout.key_ids[..., None] < 0, 0)
+    work = Work(q, k, k[..., :1], rows.bias, pattern, segments, scale)
+    out = work.zeros(work.n, work.m)
+    for tile in work.tiles():
+        weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
+        target = pick(out, tile.batch)[..., tile.rows, :]
+        if tile.cols.is_interval:
+            target[..., int(tile.cols.index[0]) : int(tile.cols.index[-1]) + 1] = weights
+        else:
+            target.index_copy_(-1, tile.cols.index.to(out.device), weights)
+    return out.to(q.dtype)
 
 
 class Work:
