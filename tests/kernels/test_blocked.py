@@ -136,6 +136,17 @@ def test_nan_in_padding_reaches_neither_output_nor_gradient():
         assert x.grad.masked_select((PACKED < 0)[..., None].expand_as(x)).eq(0).all()
 
 
+def test_nan_in_padding_reaches_neither_adjoint_nor_matrix():
+    q, k, v = (x.detach() for x in inputs())
+    y = torch.randn(2, 3, 41, 5, dtype=torch.float64)
+    clean = h.Softmax(h.Window(9)).operator(q, k, segments=PACKED)
+    expected = clean.mT @ y.masked_fill((PACKED < 0)[..., None], 0), clean.form()
+    for x in (q := q.clone(), k := k.clone(), y):
+        x.masked_fill_((PACKED < 0)[..., None], torch.nan)
+    dirty = h.Softmax(h.Window(9)).operator(q, k, segments=PACKED)
+    assert torch.equal(dirty.mT @ y, expected[0]) and torch.equal(dirty.form(), expected[1])
+
+
 def test_work_follows_the_pattern():
     def visited(pattern, n=4096):
         found = scheduler.tiles(pattern, (), n, n, None, torch.device("cpu"))

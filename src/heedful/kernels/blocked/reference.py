@@ -61,10 +61,7 @@ def blocked(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V for A = W(scale · Q Kᵀ), with gradients in q, k, v, the bias and the row function's parameters."""
-    if segments is not None:  # what stands in padding, NaN too, must reach neither output nor gradient
-        layout = resolve(segments, q.shape[-2], k.shape[-2])
-        q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
-        k, v = (x.masked_fill(layout.key_ids[..., None] < 0, 0) for x in (k, v))
+    (q,), (k, v) = _without_padding(segments, (q,), (k, v))
     return _Blocked.apply(q, k, v, rows.bias, rows, pattern, segments, scale, *rows.parameters)
 
 
@@ -80,6 +77,7 @@ def blocked_adjoint(
     scale: float,
 ) -> Float[Tensor, "*b m e"]:
     """Aᵀ Y, without the gradients in q and k and without the matrix. (Call it under `as_given`, as `Kernel` does.)"""
+    (q, y), (k,) = _without_padding(segments, (q, y), (k,))
     work = Work(q, k, y, rows.bias, pattern, segments, scale)
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
@@ -99,9 +97,7 @@ def blocked_matrix(
     scale: float,
 ) -> Float[Tensor, "*b n m"]:
     """A itself, tile by tile: one pass over the weights that the pattern allows. (Call it under `as_given`.)"""
-    if segments is not None:
-        layout = resolve(segments, q.shape[-2], k.shape[-2])
-        q, k = q.masked_fill(layout.query_ids[..., None] < 0, 0), k.masked_fill(layout.key_ids[..., None] < 0, 0)
+    (q,), (k,) = _without_padding(segments, (q,), (k,))
     work = Work(q, k, k[..., :1], rows.bias, pattern, segments, scale)
     out = work.zeros(work.n, work.m)
     for tile in work.tiles():
@@ -112,6 +108,19 @@ def blocked_matrix(
         else:
             target.index_copy_(-1, tile.cols.index.to(out.device), weights)
     return out.to(q.dtype)
+
+
+def _without_padding(
+    segments: Segments | None, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Zeros where padding stands: what was there, NaN too, must reach neither output nor gradient."""
+    if segments is None:
+        return queries, keys
+    layout = resolve(segments, queries[0].shape[-2], keys[0].shape[-2])
+    return (
+        tuple(x.masked_fill(layout.query_ids[..., None] < 0, 0) for x in queries),
+        tuple(x.masked_fill(layout.key_ids[..., None] < 0, 0) for x in keys),
+    )
 
 
 class Work:
