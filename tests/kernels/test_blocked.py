@@ -137,7 +137,7 @@ def test_nan_in_padding_reaches_neither_output_nor_gradient():
 
 
 def test_nan_in_padding_reaches_neither_adjoint_nor_matrix():
-    q, k, v = (x.detach() for x in inputs())
+    q, k, _ = (x.detach() for x in inputs())
     y = torch.randn(2, 3, 41, 5, dtype=torch.float64)
     clean = h.Softmax(h.Window(9)).operator(q, k, segments=PACKED)
     expected = clean.mT @ y.masked_fill((PACKED < 0)[..., None], 0), clean.form()

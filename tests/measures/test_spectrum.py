@@ -156,6 +156,16 @@ def test_a_spectrum_serves_every_other_measure_without_products():
     assert torch.equal(h.decay_exponent(found, 16).fits, h.decay_exponent(op, 16).fits)
 
 
+def test_one_spectrum_answers_for_several_shares(route):
+    op = operator(n=200, contrast=3.0)
+    found = h.spectrum(op, 8, tau=(0.5, 0.9), budget=4096)
+    assert found.stopped in ("narrow enough", "exact")
+    for tau in (0.5, 0.9):
+        rank = h.effective_rank(found, tau)
+        assert rank.lower <= truth(op, tau) <= rank.upper
+        assert rank.upper - rank.lower <= max(1, 0.1 * rank.estimate)
+
+
 def test_heads_of_a_batch_are_measured_as_if_alone():
     """Formed heads go one by one: batch mates can't matter."""
     q, k = torch.randn(2, 2, 3, 600, 8, generator=torch.Generator().manual_seed(0)).unbind()

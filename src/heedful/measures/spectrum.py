@@ -15,6 +15,7 @@ costs no products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -168,7 +169,7 @@ def spectrum(
     op: AttentionOperator | Tensor,
     k: int = 32,
     *,
-    tau: float | None = None,
+    tau: float | Sequence[float] = (),
     within: float = 0.005,
     energy: Float[Tensor, "*b"] | None = None,
     budget: int = BUDGET,
@@ -183,14 +184,13 @@ def spectrum(
     >>> bool(found.values[0] > 1), found.stopped
     (True, 'narrow enough')
 
-    tau       also go on until the effective rank at this share is told to one part in ten
+    tau       also go on until the effective rank at this share, or at these, is told to one part in ten
     within    relative accuracy at which to stop
     energy    Σ_ij A_ij² where it is known already
     budget    products (columns through A or Aᵀ) to spend at most; a batch that is not formed shares them
     """
     goals: list[Goal] = [TopValues(_check_k(k, op), within)]
-    if tau is not None:
-        goals.append(RankInterval(_check_tau(tau), 0.1))
+    goals += [RankInterval(_check_tau(share), 0.1) for share in ([tau] if isinstance(tau, int | float) else tau)]
     profile = measure(op, *goals, energy=energy, budget=budget, failure=failure, seed=seed)
     squares = profile.squares[..., :k]
     return Spectrum(
