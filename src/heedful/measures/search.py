@@ -86,6 +86,7 @@ class Goal:
     glances = False
     looks = False
     least = 1  # columns without which there is no answer at all
+    otherwise = "budget spent"  # what to say where it is not reached
 
     def reached(self, profile: Profile) -> bool:
         raise NotImplementedError
@@ -154,10 +155,29 @@ class ShareInterval(Goal):
 
 
 @dataclass(frozen=True)
+class FirstValue(Goal):
+    """An interval for σ_1² that is narrow against it."""
+
+    within: float
+    glances = looks = True
+
+    def reached(self, profile: Profile) -> bool:
+        low, high = profile.lower[..., 0], profile.upper[..., 0]
+        return bool((high - low <= self.within * high + profile.slack).all())
+
+    def columns(self, profile: Profile) -> float:
+        return 2 * BLOCK
+
+    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        return torch.zeros_like(profile.energy, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
 class WholeSpectrum(Goal):
     """All values, as an estimate, unless the sketch holds everything."""
 
     looks = True
+    otherwise = "estimated"
 
     def reached(self, profile: Profile) -> bool:
         return bool((profile.energy - profile.squares.sum(-1) <= profile.slack).all())
@@ -274,8 +294,8 @@ def _iterate(
         if any(goal.looks for goal in unmet):
             search.look(torch.stack([goal.beyond(profile) for goal in unmet if goal.looks]).any(0))
             profile = search.profile()
-        reached = all(goal.reached(profile) for goal in unmet)
-        return replace(profile, stopped="narrow enough" if reached else "budget spent")
+        unmet = [goal for goal in unmet if not goal.reached(profile)]
+        return replace(profile, stopped=unmet[0].otherwise if unmet else "narrow enough")
 
 
 class _Search:

@@ -25,6 +25,7 @@ from heedful.measures.render import Measurement, altair
 from heedful.measures.search import (
     BUDGET,
     HELD,
+    FirstValue,
     Goal,
     Profile,
     RankInterval,
@@ -260,7 +261,7 @@ def energy_share(
 def stable_rank(
     op: Measurable,
     *,
-    within: float = 0.02,
+    within: float = 0.05,
     energy: Float[Tensor, "*b"] | None = None,
     budget: int = BUDGET,
     failure: float = 1e-9,
@@ -272,7 +273,7 @@ def stable_rank(
     >>> float(h.stable_rank(torch.eye(50)).estimate)
     50.0
     """
-    profile = _profile(op, TopValues(1, within), energy, budget, failure, seed)
+    profile = _profile(op, FirstValue(within), energy, budget, failure, seed)
     tiny = torch.finfo(torch.float64).tiny
     top, most = profile.squares[..., 0], profile.upper[..., 0]
     whole, some = profile.energy, profile.energy > 0
