@@ -21,6 +21,7 @@ from math import inf, prod
 import torch
 
 from heedful import linalg
+from heedful.kernels.row_statistics.sums import Request
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
 
@@ -210,11 +211,9 @@ def measure(
     return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, WIDE_BLOCK)
 
 
-def squared_row_norms(op: AttentionOperator, rows: int = 256) -> Float[Tensor, "*b n"]:
-    """Σ_j A_ij² in float64, a block of rows at a time: O(n + m) memory, as many products as there are rows."""
-    n = op.shape[-2]
-    blocks = [op.rows(slice(start, start + rows)) for start in range(0, n, rows)]
-    return torch.cat([block.double().square().sum(-1) for block in blocks], -1)
+def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
+    """Σ_j A_ij² in float64: one streaming pass where the mechanism has one, else blocks of rows; O(n + m) memory."""
+    return op.row_sums(Request()).square.double()
 
 
 def _check(op: AttentionOperator | Tensor, energy: Tensor | None, budget: int, failure: float) -> None:
