@@ -28,7 +28,8 @@ def form(request, monkeypatch):
         return reference
     form = _triton_form()
     monkeypatch.setattr(form, "empty", poisoned)
-    monkeypatch.setattr(form, "span", lambda n, rows: 64)  # so short that a few dozen tokens make several chunks
+    small = form.Config(block=32, features=16, warps=4, stages=1, apart=True)  # a few dozen tokens make several blocks
+    monkeypatch.setattr(form, "config", lambda low, widest: small)
     return form
 
 
@@ -37,9 +38,7 @@ def poisoned(shape, like, dtype=torch.float32):
     return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 
 
-def dense(
-    q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True
-):
+def dense(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True):
     """The definition, written out in full, in the dtype it is given."""
     dtype, group = q.dtype, q.shape[1] // k.shape[1]
     own = 0 if bias is None else bias.to(dtype)[:, None]

@@ -15,9 +15,7 @@ from torch import Tensor
 from heedful.kernels.chunked_linear.reference import chunked_linear
 
 
-def objections(
-    q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True
-) -> list[str]:
+def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:
     """Why these inputs have no meaning, in sentences; none if they do."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return [f"q, k, v must be (batch, heads, tokens, width), got {q.ndim}, {k.ndim} and {v.ndim} axes."]

@@ -3,26 +3,26 @@
     features    fq_i = 2^(q_i Wq + c − a_i),  a_i = max_r;   fk_j = 2^(k_j Wk + c − b_j),  b_j = max_r;  all in (0, 1]
     weights     top_j = b_j − curvature ‖k_j‖²/2 + key_bias_j (to base 2),  s_i = max_{j ≤ i} top_j
                 w_ij = 2^(top_j − s_i) ≤ 1 for j ≤ i:   num_i = Σ_j w_ij (fq_i·fk_j) v_j,  den_i = Σ_j w_ij (fq_i·fk_j)
-    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
-    forward     states    each chunk by itself, on the scale of its own largest top: Sᵀ = Σ_j v_j fk_jᵀ, z = Σ_j fk_j
-                scan      over the chunks, with their scales: the state before each chunk
-                outputs   each chunk from the state before it:  P = w ∘ fq fkᵀ
-                          num = P v + into (fq S),  den = P 1 + into (fq·z),  o = num / den
+    forward     peaks     a, b, top and its running maximum within each block
+                levels    the running maximum before each block
+                states    each block by itself: Sᵀ = Σ_j leave_j v_j fk_jᵀ,  z = Σ_j leave_j fk_j
+                scan      over the blocks: the state before each
+                outputs   P = w ∘ fq fkᵀ,  num = P v + into (fq S),  den = P 1 + into (fq·z),  o = num / den
     backward    g_i = do_i / den_i,  δ_i = do_i·o_i / den_i
-                adjoints  each chunk by itself: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
-                scan      the same backwards: R and y after each chunk
+                adjoints  each block by itself: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
+                scan      the same backwards: R and y after each block
                 queries   dfq = D fk + into (g Sᵀ − δ zᵀ),  D = w ∘ (g vᵀ − δ 1ᵀ);   dq = (dfq ∘ fq) Wqᵀ
                 keys      dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
                           dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
     moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
-    precision   states, normaliser, logarithms and sums in float32. Operands of a product: bfloat16 for bfloat16, where W
-                goes as a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, 3×tf32 for float32
+    precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
+                a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, 3×tf32 for float32
 
-The query's ‖q‖² and the shifts a, b, s leave the quotient, so no gradient goes through them. s looks at no later token.
-Each element is written by one program in a fixed order: runs are bit-equal.
+Every program walks over the features, a few dozen at a time: what it holds does not grow with their number. ‖q‖² and
+the shifts a, b, s leave the quotient, so no gradient goes through them. s looks at no later token. Each element is
+written by one program in a fixed order: runs are bit-equal. README.md has the floors and the measurements.
 """
 
-# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -43,30 +43,34 @@ LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(LEAST[torch.float32])
 WIDEST = 256
 MOST = 256
-PROGRAMS = 1024
-SHORTEST, LONGEST = 256, 2048
+PARTS = 512  # partial sums over all keys in flight, where nothing is causal
 
 
 class Config(NamedTuple):
-    """Of one kernel: warps, stages, most registers."""
+    """How a call is cut and compiled: tokens a block, features at a time, warps, stages; dk and dv apart or not."""
 
+    block: int
+    features: int
     warps: int
     stages: int
-    registers: int | None = None
+    apart: bool = False
 
 
-NAMES = ("states", "outputs", "adjoints", "queries", "keys")
-# The key is the number of features (up to it) times the widest of d and e (up to it).
+# The key is the widest of d and e (up to it) and the operands.
 CONFIGS = {
-    "narrow": dict.fromkeys(NAMES, Config(4, 2)),
-    "wide": dict.fromkeys(NAMES, Config(8, 2)),
-    "widest": dict.fromkeys(NAMES, Config(8, 1)),
+    (64, "bf16"): Config(128, 64, 8, 2),
+    (128, "bf16"): Config(64, 64, 4, 2),
+    (256, "bf16"): Config(64, 32, 4, 1, True),
+    (64, "fp32"): Config(32, 32, 4, 1),
+    (128, "fp32"): Config(32, 32, 4, 1, True),
+    (256, "fp32"): Config(16, 32, 4, 1, True),
 }
+SPLIT = True  # W as a sum of two bfloat16
+STAGES: dict[str, int] = {}  # of single kernels, where they differ from their configuration's
+GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan takes at a time
 
 
-def objections(
-    q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True
-) -> list[str]:
+def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:
     """Why the Triton kernels can't take these inputs, in sentences; an empty list if they can."""
     options = dict(query_weight=query_weight, key_weight=key_weight, bias=bias, curvature=curvature)
     said = reference.objections(q, k, v, **options, key_bias=key_bias, causal=causal)
@@ -82,6 +86,8 @@ def objections(
         said.append(f"features go up to {MOST}, got {query_weight.shape[-1]}.")
     if 0 in (*q.shape, *v.shape):
         said.append("there is nothing to launch for an empty tensor.")
+    if q.shape[0] * q.shape[1] > 65535:
+        said.append(f"batch times heads goes up to 65535, got {q.shape[0] * q.shape[1]}.")
     learned = [x for x in (query_weight, key_weight, bias) if x is not None and x.requires_grad]
     if learned and torch.is_grad_enabled():
         said.append("the gradient of the projection is not computed here.")
@@ -169,18 +175,19 @@ def _put(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EV
 
 
 @triton.jit
-def _weight(W, D: tl.constexpr, M: tl.constexpr):
-    """A padded matrix of weights, (D, M) as it lies."""
-    return tl.load(W + tl.arange(0, D)[:, None] * M + tl.arange(0, M)[None, :])
+def _logs(
+    x, W, bias, at, SPLIT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr
+):
+    """x W + c to base 2 for the features from `at` on, W in one or two parts; −∞ for features beyond the last.
 
-
-@triton.jit
-def _logs(x, high, low, bias, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """x W + c to base 2, W in one or two parts; −∞ for features beyond the last."""
+    Also W itself, rounded, for the way back."""
+    cr = at + tl.arange(0, R)
+    here = W + tl.arange(0, D)[:, None] * M + cr[None, :]
+    high = tl.load(here)
     logs = tl.dot(x, high, input_precision=PRECISION)
     if SPLIT:
-        logs = tl.dot(x, low, logs, input_precision=PRECISION)
-    return logs + bias[None, :]
+        logs = tl.dot(x, tl.load(here + D * M), logs, input_precision=PRECISION)
+    return logs + tl.load(bias + cr)[None, :], high
 
 
 @triton.jit
@@ -196,24 +203,95 @@ def _weigh(a, top, s, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
 
 
 @triton.jit
-def _states(
-    k,
-    v,
+def _peaks(
+    x,
     key_bias,
-    weight,
+    W,
     bias,
     peaks,
     tops,
     climbs,
-    slots,
     maxima,
+    x_b,
+    x_h,
+    x_t,
+    curvature,
+    n,
+    d,
+    HEADS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BIASED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    R: tl.constexpr,
+):
+    """The largest logarithm of each token; of keys also top, its running maximum and its maximum over the block."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    base = block * BLOCK
+    x += batch * x_b + head * x_h + base.to(tl.int64) * x_t
+    W += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    t, left = tl.arange(0, BLOCK), n - base
+    first = row * n + base
+    tile = _rows(x, t, x_t, tl.arange(0, D), d, left, EVEN_N, EVEN_D).to(OPERAND)
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    for at in range(0, M, R):
+        logs, _high = _logs(tile, W, bias, at, SPLIT, PRECISION, D, M, R)
+        peak = tl.maximum(peak, tl.max(logs, 1))
+    tl.store(peaks + first + t, peak, mask=t < left)
+    if KEYS:
+        wide = tile.to(tl.float32)
+        top = peak - curvature * tl.sum(wide * wide, 1)
+        if BIASED:
+            top += tl.load(key_bias + first + t, mask=t < left, other=0.0) * LOG2E
+        top = tl.where(t < left, top, float("-inf"))
+        tl.store(tops + first + t, top, mask=t < left)
+        tl.store(climbs + first + t, tl.associative_scan(top, 0, _larger), mask=t < left)
+        tl.store(maxima + row * tl.num_programs(0) + block, tl.max(top, 0))
+
+
+@triton.jit
+def _levels(maxima, levels, blocks, GROUP: tl.constexpr):
+    """The running maximum of a row before each block, and after the last."""
+    row = tl.program_id(0)
+    maxima += row * blocks
+    levels += row * (blocks + 1)
+    tl.store(levels, float("-inf"))
+    level = -float("inf")
+    for at in range(0, blocks, GROUP):
+        c = at + tl.arange(0, GROUP)
+        own = tl.load(maxima + c, mask=c < blocks, other=float("-inf"))
+        up = tl.maximum(tl.associative_scan(own, 0, _larger), level)
+        tl.store(levels + c + 1, up, mask=c < blocks)
+        level = tl.max(up, 0)
+
+
+@triton.jit
+def _states(
+    k,
+    v,
+    W,
+    bias,
+    peaks,
+    tops,
+    levels,
+    slots,
+    sums,
     k_b,
     k_h,
     k_t,
     v_b,
     v_h,
     v_t,
-    curvature,
     n,
     span,
     chunks,
@@ -221,7 +299,7 @@ def _states(
     e,
     KV: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    BIASED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -232,116 +310,94 @@ def _states(
     D: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """One chunk's own Sᵀ, z in slot c + 1 of its head, and its largest top; b, top and their running maximum a token."""
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    """A chunk's own Sᵀ and z for a few features: in slot c + 1 of its head; where nothing is causal, in slot c."""
+    chunk = tl.program_id(0) // (M // R)
+    at = tl.program_id(0) % (M // R) * R
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // KV, row % KV
     base = chunk * span
     k += batch * k_b + head * k_h + base.to(tl.int64) * k_t
     v += batch * v_b + head * v_h + base.to(tl.int64) * v_t
-    first = row * n + base
-    peaks += first
-    tops += first
-    climbs += first
-    key_bias += first
-    weight += (head % WEIGHTS) * (2 * D * M)
-    cd, ce, cm = tl.arange(0, D), tl.arange(0, E), tl.arange(0, M)
-    c = tl.load(bias + (head % WEIGHTS) * M + cm)
-    high = _weight(weight, D, M)
-    low = _weight(weight + D * M, D, M) if SPLIT else high
-    S = tl.zeros([E, M], tl.float32)
-    z = tl.zeros([M], tl.float32)
-    before = -float("inf")
+    peaks += row * n + base
+    tops += row * n + base
+    W += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    cd, ce, cr = tl.arange(0, D), tl.arange(0, E), at + tl.arange(0, R)
+    blocks = tl.cdiv(n, BLOCK)
+    last = tl.load(levels + row * (blocks + 1) + (chunk + 1 if CAUSAL else blocks))
+    S = tl.zeros([E, R], tl.float32)
+    z = tl.zeros([R], tl.float32)
     left = n - base
-    for at in range(0, tl.minimum(span, left), BLOCK):
-        t = at + tl.arange(0, BLOCK)
+    for step in range(0, tl.minimum(span, left), BLOCK):
+        t = step + tl.arange(0, BLOCK)
         x = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E)
-        logs = _logs(x, high, low, c, SPLIT, PRECISION)
-        peak = tl.max(logs, 1)
-        wide = x.to(tl.float32)
-        top = peak - curvature * tl.sum(wide * wide, 1)
-        if BIASED:
-            top += tl.load(key_bias + t, mask=t < left, other=0.0) * LOG2E
-        if not EVEN_N:
-            top = tl.where(t < left, top, float("-inf"))
-        climb = tl.maximum(tl.associative_scan(top, 0, _larger), before)
-        last = tl.max(climb, 0)
-        tl.store(peaks + t, peak, mask=t < left)
-        tl.store(tops + t, top, mask=t < left)
-        tl.store(climbs + t, climb, mask=t < left)
-        f = _exp2(logs - peak[:, None])
-        leave = _exp2(top - last)
-        keep = _exp2(before - last)
-        before = last
-        z = z * keep + tl.sum(f * leave[:, None], 0)
-        moved = (u.to(tl.float32) * leave[:, None]).to(OPERAND)
-        S = tl.dot(tl.trans(moved), f.to(OPERAND), S * keep, input_precision=PRECISION)
-    slots += (row * (chunks + 1) + chunk + 1) * (E * M + M)
-    tl.store(slots + ce[:, None] * M + cm[None, :], S)
-    tl.store(slots + E * M + cm, z)
-    tl.store(maxima + row * chunks + chunk, before)
+        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
+        logs, _high = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
+        f = _exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None])
+        leave = _exp2(tl.load(tops + t, mask=t < left, other=float("-inf")) - last)
+        z += tl.sum(f * leave[:, None], 0)
+        moved = (u * leave[:, None]).to(OPERAND)
+        S = tl.dot(tl.trans(moved), f.to(OPERAND), S, input_precision=PRECISION)
+    slot = row * (chunks + CAUSAL) + chunk + CAUSAL
+    tl.store(slots + slot * (E * M) + ce[:, None] * M + cr[None, :], S)
+    tl.store(sums + slot * M + cr, z)
 
 
 @triton.jit
 def _scan(
     slots,
-    maxima,
-    scales,
-    end,
+    levels,
     chunks,
     width,
     G: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     REVERSE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Forwards: the state before each chunk, each on its own scale, and the scales. Backwards: what comes after each
-    chunk, by the scales found forwards. What it ends with is also left in `end`."""
+    """x_{c+1} ← keep_c x_c + x_{c+1} over the slots of a head from zero, or x_c ← keep_c x_{c+1} + x_c backwards.
+
+    Slot c is on the scale before block c; the first one forwards and the last one backwards is not read."""
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64)
     slots += row * (chunks + 1) * width
-    maxima += row * chunks
-    scales += row // G * (chunks + 1)
+    levels += row // G * (chunks + 1)
     inside = (column < width)[None, :]
     x = tl.zeros([TILE], tl.float32)
-    level = -float("inf")
     for at in range(0, chunks, GROUP):
         c = at + tl.arange(0, GROUP)
         if REVERSE:
             c = chunks - 1 - c
         ok = (c >= 0) & (c < chunks)
         here = slots + (c if REVERSE else c + 1)[:, None] * width + column[None, :]
-        own = tl.load(here, mask=ok[:, None] & inside, other=0.0)
-        keep = tl.full([GROUP], 1.0, tl.float32)
-        if REVERSE:
-            if WEIGHTED:
-                a = tl.load(scales + c, mask=ok, other=0.0)
-                b = tl.load(scales + c + 1, mask=ok, other=0.0)
-                keep = _exp2(a - b)
-        else:
-            a = tl.load(maxima + c, mask=ok, other=float("-inf"))
-            b = tl.load(maxima + c - 1, mask=(c > 0) & (c <= chunks), other=float("-inf"))
-            up = tl.maximum(tl.associative_scan(a, 0, _larger), level)
-            was = tl.maximum(tl.associative_scan(b, 0, _larger), level)
-            keep = _exp2(was - up)
-            own *= _exp2(a - up)[:, None]
-            level = tl.max(up, 0)
-            if tl.program_id(0) == 0:
-                if row % G == 0:
-                    tl.store(scales + c, was, mask=ok)
+        own = tl.load(here, mask=ok[:, None] & inside, other=0.0).to(tl.float32)
+        a = tl.load(levels + c, mask=ok, other=0.0)
+        b = tl.load(levels + c + 1, mask=ok, other=0.0)
+        keep = _exp2(a - b)
         kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, _link)
         own += kept * x[None, :]
         tl.store(here, own, mask=ok[:, None] & inside)
         # chunks beyond the last add nothing and keep everything
         x = tl.sum(tl.where((tl.arange(0, GROUP) == GROUP - 1)[:, None], own, 0.0), 0)
-    tl.store(end + row * width + column, x, mask=column < width)
-    if not REVERSE:
-        if tl.program_id(0) == 0:
-            tl.store(scales + chunks, level)
+
+
+@triton.jit
+def _times(tops, climbs, levels, t, left, block, blocks, CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):
+    """Of a block: top, s, and s before and after it."""
+    if CAUSAL:
+        before = tl.load(levels + block)
+        last = tl.load(levels + block + 1)
+        top = tl.load(tops + t, mask=t < left, other=float("-inf"))
+        s = tl.maximum(tl.load(climbs + t, mask=t < left, other=0.0), before)
+        if not EVEN_N:
+            s = tl.where(t < left, s, last)
+    else:
+        before = 0.0
+        last = tl.load(levels + blocks)
+        top = tl.load(tops + t, mask=t < left, other=float("-inf"))
+        s = top
+    return top, s, before, last
 
 
 @triton.jit
@@ -350,16 +406,17 @@ def _outputs(
     k,
     v,
     o,
-    query_weight,
-    key_weight,
+    Wq,
+    Wk,
     bias,
     peaks_q,
     den,
     peaks,
     tops,
     climbs,
+    levels,
     slots,
-    scales,
+    sums,
     q_b,
     q_h,
     q_t,
@@ -373,8 +430,6 @@ def _outputs(
     o_h,
     o_t,
     n,
-    span,
-    chunks,
     d,
     e,
     H: tl.constexpr,
@@ -391,80 +446,66 @@ def _outputs(
     D: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """One chunk's outputs from the state before it, or from the state of all keys."""
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    """One block of outputs from the state before it, or from the state of all keys."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     kv = head // (H // KV)
     owner = batch * KV + kv
-    base = chunk * span
+    base = block * BLOCK
     skip = base.to(tl.int64)
+    blocks = tl.num_programs(0)
     q += batch * q_b + head * q_h + skip * q_t
     o += batch * o_b + head * o_h + skip * o_t
-    k += batch * k_b + kv * k_h + skip * k_t
-    v += batch * v_b + kv * v_h + skip * v_t
-    peaks_q += row * n + base
-    den += row * n + base
-    peaks += owner * n + base
-    tops += owner * n + base
-    climbs += owner * n + base
-    query_weight += (head % WEIGHTS) * (2 * D * M)
-    key_weight += (head % WEIGHTS) * (2 * D * M)
-    cd, ce, cm = tl.arange(0, D), tl.arange(0, E), tl.arange(0, M)
-    c = tl.load(bias + (head % WEIGHTS) * M + cm)
-    high = _weight(query_weight, D, M)
-    low = _weight(query_weight + D * M, D, M) if SPLIT else high
+    Wq += (head % WEIGHTS) * (2 * D * M)
+    Wk += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    t, left = tl.arange(0, BLOCK), n - base
+    cd, ce = tl.arange(0, D), tl.arange(0, E)
+    x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+    a = tl.load(peaks_q + row * n + base + t, mask=t < left, other=0.0)
     if CAUSAL:
-        high_k = _weight(key_weight, D, M)
-        low_k = _weight(key_weight + D * M, D, M) if SPLIT else high_k
-        slots += (owner * (chunks + 1) + chunk) * (E * M + M)
-        some = tl.where(chunk > 0, M, 0)
-        S = tl.load(slots + ce[:, None] * M + cm[None, :], mask=(cm < some)[None, :], other=0.0)
-        z = tl.load(slots + E * M + cm, mask=cm < some, other=0.0)
-        start = tl.load(scales + owner * (chunks + 1) + chunk)
+        k += batch * k_b + kv * k_h + skip * k_t
+        v += batch * v_b + kv * v_h + skip * v_t
+        y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+        b = tl.load(peaks + owner * n + base + t, mask=t < left, other=0.0)
+        slots += (owner * (blocks + 1) + block) * (E * M)
+        sums += (owner * (blocks + 1) + block) * M
+        P = tl.zeros([BLOCK, BLOCK], tl.float32)
+        some = tl.where(block > 0, M, 0)
     else:
-        slots += owner * (E * M + M)
-        S = tl.load(slots + ce[:, None] * M + cm[None, :])
-        z = tl.load(slots + E * M + cm)
-        start = 0.0
-    before = start
-    left = n - base
-    for at in range(0, tl.minimum(span, left), BLOCK):
-        t = at + tl.arange(0, BLOCK)
-        x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        logs = _logs(x, high, low, c, SPLIT, PRECISION)
-        peak = tl.max(logs, 1)
-        tl.store(peaks_q + t, peak, mask=t < left)
-        fq = _exp2(logs - peak[:, None])
-        total = tl.sum(fq * z[None, :], 1)
-        fq = fq.to(OPERAND)
-        num = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
+        slots += owner * (E * M)
+        sums += owner * M
+        some = M
+    num = tl.zeros([BLOCK, E], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, M, R):
+        cr = at + tl.arange(0, R)
+        logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+        f = _exp2(logs - a[:, None])
+        S = tl.load(slots + ce[:, None] * M + cr[None, :], mask=(cr < some)[None, :], other=0.0)
+        z = tl.load(sums + cr, mask=cr < some, other=0.0)
+        total += tl.sum(f * z[None, :], 1)
+        fq = f.to(OPERAND)
+        num = tl.dot(fq, tl.trans(S), num, input_precision=PRECISION)
         if CAUSAL:
-            top = tl.load(tops + t, mask=t < left, other=float("-inf"))
-            s = tl.maximum(tl.load(climbs + t, mask=t < left, other=float("-inf")), start)
-            last = tl.max(s, 0)
-            if not EVEN_N:
-                s = tl.where(t < left, s, last)
-            into = _exp2(before - s)
-            y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-            u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E)
-            logs = _logs(y, high_k, low_k, c, SPLIT, PRECISION)
-            fk = _exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None])
-            leave = _exp2(top - last)
-            keep = _exp2(before - last)
-            before = last
-            z = z * keep + tl.sum(fk * leave[:, None], 0)
-            fk = fk.to(OPERAND)
-            P = tl.dot(fq, tl.trans(fk), input_precision=PRECISION)
-            P = _weigh(P, top, s, BLOCK, False)
-            total = total * into + tl.sum(P, 1)
-            num = tl.dot(P.to(OPERAND), u.to(OPERAND), num * into[:, None], input_precision=PRECISION)
-            moved = (u.to(tl.float32) * leave[:, None]).to(OPERAND)
-            S = tl.dot(tl.trans(moved), fk, S * keep, input_precision=PRECISION)
-        tl.store(den + t, total, mask=t < left)
-        _put(o, t, o_t, ce, e, num * _reciprocal(total)[:, None], left, EVEN_N, EVEN_E)
+            logs, _high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+            fk = _exp2(logs - b[:, None]).to(OPERAND)
+            P = tl.dot(fq, tl.trans(fk), P, input_precision=PRECISION)
+    if CAUSAL:
+        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
+        at_token = owner * n + base
+        top, s, before, _after = _times(
+            tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
+        )
+        into = _exp2(before - s)
+        P = _weigh(P, top, s, BLOCK, False)
+        total = total * into + tl.sum(P, 1)
+        num = tl.dot(P.to(OPERAND), u, num * into[:, None], input_precision=PRECISION)
+    tl.store(den + row * n + base + t, total, mask=t < left)
+    _put(o, t, o_t, ce, e, num * _reciprocal(total)[:, None], left, EVEN_N, EVEN_E)
 
 
 @triton.jit
@@ -472,14 +513,15 @@ def _adjoints(
     q,
     o,
     do,
-    query_weight,
+    Wq,
     bias,
     peaks_q,
     den,
     delta,
     climbs,
+    levels,
     slots,
-    scales,
+    sums,
     q_b,
     q_h,
     q_t,
@@ -508,11 +550,12 @@ def _adjoints(
     D: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """One chunk's own Rᵀ and y, in slot c of its query head, on the scale before the chunk; δ of every token."""
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    """A chunk's own Rᵀ and y for a few features, in slot c of its query head; δ of every token."""
+    chunk = tl.program_id(0) // (M // R)
+    at = tl.program_id(0) % (M // R) * R
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     owner = batch * KV + head // (H // KV)
     base = chunk * span
@@ -524,35 +567,33 @@ def _adjoints(
     den += row * n + base
     delta += row * n + base
     climbs += owner * n + base
-    query_weight += (head % WEIGHTS) * (2 * D * M)
-    cd, ce, cm = tl.arange(0, D), tl.arange(0, E), tl.arange(0, M)
-    c = tl.load(bias + (head % WEIGHTS) * M + cm)
-    high = _weight(query_weight, D, M)
-    low = _weight(query_weight + D * M, D, M) if SPLIT else high
-    start = tl.load(scales + owner * (chunks + 1) + chunk) if CAUSAL else 0.0
-    R = tl.zeros([E, M], tl.float32)
-    y = tl.zeros([M], tl.float32)
+    Wq += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    cd, ce, cr = tl.arange(0, D), tl.arange(0, E), at + tl.arange(0, R)
+    before = tl.load(levels + owner * (chunks + 1) + chunk) if CAUSAL else 0.0
+    S = tl.zeros([E, R], tl.float32)
+    y = tl.zeros([R], tl.float32)
     left = n - base
-    for at in range(0, tl.minimum(span, left), BLOCK):
-        t = at + tl.arange(0, BLOCK)
+    for step in range(0, tl.minimum(span, left), BLOCK):
+        t = step + tl.arange(0, BLOCK)
         x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
         g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
         out = _rows(o, t, o_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
         over = _reciprocal(tl.load(den + t, mask=t < left, other=0.0))
         dl = tl.sum(g * out, 1) * over
-        tl.store(delta + t, dl, mask=t < left)
+        if at == 0:
+            tl.store(delta + t, dl, mask=t < left)
         if CAUSAL:
-            s = tl.maximum(tl.load(climbs + t, mask=t < left, other=float("inf")), start)
-            into = _exp2(start - s)
+            into = _exp2(before - tl.maximum(tl.load(climbs + t, mask=t < left, other=0.0), before))
             over *= into
             dl *= into
-        logs = _logs(x, high, low, c, SPLIT, PRECISION)
-        fq = _exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
-        y -= tl.sum(fq * dl[:, None], 0)
-        R = tl.dot(tl.trans((g * over[:, None]).to(OPERAND)), fq.to(OPERAND), R, input_precision=PRECISION)
-    slots += (row * (chunks + 1) + chunk) * (E * M + M)
-    tl.store(slots + ce[:, None] * M + cm[None, :], R)
-    tl.store(slots + E * M + cm, y)
+        logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+        f = _exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
+        y -= tl.sum(f * dl[:, None], 0)
+        S = tl.dot(tl.trans((g * over[:, None]).to(OPERAND)), f.to(OPERAND), S, input_precision=PRECISION)
+    slot = row * (chunks + CAUSAL) + chunk
+    tl.store(slots + slot * (E * M) + ce[:, None] * M + cr[None, :], S)
+    tl.store(sums + slot * M + cr, y)
 
 
 @triton.jit
@@ -562,8 +603,8 @@ def _queries(
     v,
     do,
     dq,
-    query_weight,
-    key_weight,
+    Wq,
+    Wk,
     bias,
     peaks_q,
     den,
@@ -571,8 +612,9 @@ def _queries(
     peaks,
     tops,
     climbs,
+    levels,
     slots,
-    scales,
+    sums,
     q_b,
     q_h,
     q_t,
@@ -589,8 +631,6 @@ def _queries(
     dq_h,
     dq_t,
     n,
-    span,
-    chunks,
     d,
     e,
     H: tl.constexpr,
@@ -607,82 +647,67 @@ def _queries(
     D: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """One chunk's dq, forwards from the state before it."""
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    """One block of dq."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     kv = head // (H // KV)
     owner = batch * KV + kv
-    base = chunk * span
+    base = block * BLOCK
     skip = base.to(tl.int64)
+    blocks = tl.num_programs(0)
     q += batch * q_b + head * q_h + skip * q_t
     do += batch * do_b + head * do_h + skip * do_t
     dq += batch * dq_b + head * dq_h + skip * dq_t
-    k += batch * k_b + kv * k_h + skip * k_t
-    v += batch * v_b + kv * v_h + skip * v_t
-    peaks_q += row * n + base
-    den += row * n + base
-    delta += row * n + base
-    peaks += owner * n + base
-    tops += owner * n + base
-    climbs += owner * n + base
-    query_weight += (head % WEIGHTS) * (2 * D * M)
-    key_weight += (head % WEIGHTS) * (2 * D * M)
-    cd, ce, cm = tl.arange(0, D), tl.arange(0, E), tl.arange(0, M)
-    c = tl.load(bias + (head % WEIGHTS) * M + cm)
-    high = _weight(query_weight, D, M)
-    low = _weight(query_weight + D * M, D, M) if SPLIT else high
+    Wq += (head % WEIGHTS) * (2 * D * M)
+    Wk += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    t, left = tl.arange(0, BLOCK), n - base
+    cd, ce = tl.arange(0, D), tl.arange(0, E)
+    x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+    a = tl.load(peaks_q + row * n + base + t, mask=t < left, other=0.0)
+    over = _reciprocal(tl.load(den + row * n + base + t, mask=t < left, other=0.0))
+    dl = tl.load(delta + row * n + base + t, mask=t < left, other=0.0)
+    g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
     if CAUSAL:
-        high_k = _weight(key_weight, D, M)
-        low_k = _weight(key_weight + D * M, D, M) if SPLIT else high_k
-        slots += (owner * (chunks + 1) + chunk) * (E * M + M)
-        some = tl.where(chunk > 0, M, 0)
-        S = tl.load(slots + ce[:, None] * M + cm[None, :], mask=(cm < some)[None, :], other=0.0)
-        z = tl.load(slots + E * M + cm, mask=cm < some, other=0.0)
-        start = tl.load(scales + owner * (chunks + 1) + chunk)
+        k += batch * k_b + kv * k_h + skip * k_t
+        v += batch * v_b + kv * v_h + skip * v_t
+        y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
+        b = tl.load(peaks + owner * n + base + t, mask=t < left, other=0.0)
+        at_token = owner * n + base
+        top, s, before, _after = _times(
+            tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
+        )
+        pairs = tl.dot(g.to(OPERAND), tl.trans(u), input_precision=PRECISION) - dl[:, None]
+        pairs = _weigh(pairs, top, s, BLOCK, False).to(OPERAND)
+        into = _exp2(before - s)
+        g *= into[:, None]
+        dl *= into
+        slots += (owner * (blocks + 1) + block) * (E * M)
+        sums += (owner * (blocks + 1) + block) * M
+        some = tl.where(block > 0, M, 0)
     else:
-        slots += owner * (E * M + M)
-        S = tl.load(slots + ce[:, None] * M + cm[None, :])
-        z = tl.load(slots + E * M + cm)
-        start = 0.0
-    before = start
-    left = n - base
-    for at in range(0, tl.minimum(span, left), BLOCK):
-        t = at + tl.arange(0, BLOCK)
-        over = _reciprocal(tl.load(den + t, mask=t < left, other=0.0))
-        g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
-        g = g.to(OPERAND)
-        dl = tl.load(delta + t, mask=t < left, other=0.0)
-        grad = tl.dot(g, S.to(OPERAND), input_precision=PRECISION)
-        grad -= dl[:, None] * z[None, :]
+        slots += owner * (E * M)
+        sums += owner * M
+        some = M
+    g = g.to(OPERAND)
+    back = tl.zeros([BLOCK, D], tl.float32)
+    for at in range(0, M, R):
+        cr = at + tl.arange(0, R)
+        S = tl.load(slots + ce[:, None] * M + cr[None, :], mask=(cr < some)[None, :], other=0.0)
+        z = tl.load(sums + cr, mask=cr < some, other=0.0)
+        grad = tl.dot(g, S, input_precision=PRECISION) - dl[:, None] * z[None, :]
         if CAUSAL:
-            top = tl.load(tops + t, mask=t < left, other=float("-inf"))
-            s = tl.maximum(tl.load(climbs + t, mask=t < left, other=float("-inf")), start)
-            last = tl.max(s, 0)
-            if not EVEN_N:
-                s = tl.where(t < left, s, last)
-            into = _exp2(before - s)
-            y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-            u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E)
-            logs = _logs(y, high_k, low_k, c, SPLIT, PRECISION)
-            fk = _exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None])
-            leave = _exp2(top - last)
-            keep = _exp2(before - last)
-            before = last
-            z = z * keep + tl.sum(fk * leave[:, None], 0)
-            fk = fk.to(OPERAND)
-            moved = (u.to(tl.float32) * leave[:, None]).to(OPERAND)
-            S = tl.dot(tl.trans(moved), fk, S * keep, input_precision=PRECISION)
-            D_ = tl.dot(g, tl.trans(u.to(OPERAND)), input_precision=PRECISION) - dl[:, None]
-            D_ = _weigh(D_, top, s, BLOCK, False).to(OPERAND)
-            grad = tl.dot(D_, fk, grad * into[:, None], input_precision=PRECISION)
-        x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        logs = _logs(x, high, low, c, SPLIT, PRECISION)
-        grad *= _exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
-        back = tl.dot(grad.to(OPERAND), tl.trans(high), input_precision=PRECISION) * LN2
-        _put(dq, t, dq_t, cd, d, back, left, EVEN_N, EVEN_D)
+            logs, _high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+            fk = _exp2(logs - b[:, None]).to(OPERAND)
+            grad = tl.dot(pairs, fk, grad, input_precision=PRECISION)
+        logs, high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+        grad *= _exp2(logs - a[:, None])
+        back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
+    _put(dq, t, dq_t, cd, d, back * LN2, left, EVEN_N, EVEN_D)
 
 
 @triton.jit
@@ -693,8 +718,8 @@ def _keys(
     do,
     dk,
     dv,
-    query_weight,
-    key_weight,
+    Wq,
+    Wk,
     bias,
     peaks_q,
     den,
@@ -702,8 +727,9 @@ def _keys(
     peaks,
     tops,
     climbs,
+    levels,
     slots,
-    scales,
+    sums,
     shares,
     q_b,
     q_h,
@@ -725,15 +751,15 @@ def _keys(
     dv_t,
     curvature,
     n,
-    span,
-    chunks,
     d,
     e,
     H: tl.constexpr,
     KV: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    BIASED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    BIASED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
     SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -744,99 +770,92 @@ def _keys(
     D: tl.constexpr,
     M: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """One chunk's dk and dv for one query head, backwards from what comes after it; n counts keys."""
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    """One block of dk and dv for one query head; n counts keys."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     kv = head // (H // KV)
     owner = batch * KV + kv
-    base = chunk * span
+    base = block * BLOCK
     skip = base.to(tl.int64)
+    blocks = tl.num_programs(0)
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
     dk += batch * dk_b + head * dk_h + skip * dk_t
     dv += batch * dv_b + head * dv_h + skip * dv_t
-    peaks += owner * n + base
-    tops += owner * n + base
-    climbs += owner * n + base
-    shares += row * n + base
-    key_weight += (head % WEIGHTS) * (2 * D * M)
-    cd, ce, cm = tl.arange(0, D), tl.arange(0, E), tl.arange(0, M)
-    c = tl.load(bias + (head % WEIGHTS) * M + cm)
-    high_k = _weight(key_weight, D, M)
-    low_k = _weight(key_weight + D * M, D, M) if SPLIT else high_k
-    scales += owner * (chunks + 1)
+    Wq += (head % WEIGHTS) * (2 * D * M)
+    Wk += (head % WEIGHTS) * (2 * D * M)
+    bias += (head % WEIGHTS) * M
+    t, left = tl.arange(0, BLOCK), n - base
+    cd, ce = tl.arange(0, D), tl.arange(0, E)
+    y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+    u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E)
+    at_token = owner * n + base
+    b = tl.load(peaks + at_token + t, mask=t < left, other=0.0)
+    top, s, _before, last = _times(
+        tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
+    )
+    leave = _exp2(top - last)
     if CAUSAL:
         q += batch * q_b + head * q_h + skip * q_t
         do += batch * do_b + head * do_h + skip * do_t
-        peaks_q += row * n + base
-        den += row * n + base
-        delta += row * n + base
-        query_weight += (head % WEIGHTS) * (2 * D * M)
-        high = _weight(query_weight, D, M)
-        low = _weight(query_weight + D * M, D, M) if SPLIT else high
-        slots += (row * (chunks + 1) + chunk + 1) * (E * M + M)
-        some = tl.where(chunk + 1 < chunks, M, 0)
-        R = tl.load(slots + ce[:, None] * M + cm[None, :], mask=(cm < some)[None, :], other=0.0)
-        y = tl.load(slots + E * M + cm, mask=cm < some, other=0.0)
-        start = tl.load(scales + chunk)
-        last = tl.load(scales + chunk + 1)
+        x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+        a = tl.load(peaks_q + row * n + base + t, mask=t < left, other=0.0)
+        over = _reciprocal(tl.load(den + row * n + base + t, mask=t < left, other=0.0))
+        dl = tl.load(delta + row * n + base + t, mask=t < left, other=0.0)
+        g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
+        g = g.to(OPERAND)
+        if DK:
+            pairs = tl.dot(u.to(OPERAND), tl.trans(g), input_precision=PRECISION) - dl[None, :]
+            pairs = _weigh(pairs, top, s, BLOCK, True).to(OPERAND)
+        if DV:
+            A = tl.zeros([BLOCK, BLOCK], tl.float32)
+        slots += (row * (blocks + 1) + block + 1) * (E * M)
+        sums += (row * (blocks + 1) + block + 1) * M
+        some = tl.where(block + 1 < blocks, M, 0)
     else:
-        slots += row * (E * M + M)
-        R = tl.load(slots + ce[:, None] * M + cm[None, :])
-        y = tl.load(slots + E * M + cm)
-        start = 0.0
-        last = tl.load(scales + chunks)
-    left = n - base
-    blocks = tl.cdiv(tl.minimum(span, left), BLOCK)
-    for step in range(0, blocks):
-        at = (blocks - 1 - step) * BLOCK
-        t = at + tl.arange(0, BLOCK)
-        top = tl.load(tops + t, mask=t < left, other=float("-inf"))
-        leave = _exp2(top - last)
-        x = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D)
-        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
-        logs = _logs(x.to(OPERAND), high_k, low_k, c, SPLIT, PRECISION)
-        fk = _exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None]).to(OPERAND)
-        held = R.to(OPERAND)
-        gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION) * leave[:, None]
-        gk = (tl.dot(u, held, input_precision=PRECISION) + y[None, :]) * leave[:, None]
+        slots += row * (E * M)
+        sums += row * M
+        some = M
+    moved = (u.to(tl.float32) * leave[:, None]).to(OPERAND)
+    gv = tl.zeros([BLOCK, E], tl.float32)
+    back = tl.zeros([BLOCK, D], tl.float32)
+    share = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, M, R):
+        cr = at + tl.arange(0, R)
+        S = tl.load(slots + ce[:, None] * M + cr[None, :], mask=(cr < some)[None, :], other=0.0)
+        z = tl.load(sums + cr, mask=cr < some, other=0.0)
+        logs, high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+        f = _exp2(logs - b[:, None])
+        fk = f.to(OPERAND)
+        if DV:
+            gv = tl.dot(fk, tl.trans(S), gv, input_precision=PRECISION)
+        if DK:
+            grad = tl.dot(moved, S, input_precision=PRECISION) + leave[:, None] * z[None, :]
         if CAUSAL:
-            s = tl.maximum(tl.load(climbs + t, mask=t < left, other=float("-inf")), start)
-            if not EVEN_N:
-                s = tl.where(t < left, s, last)
-            before = tl.load(climbs + at - 1, mask=at > 0, other=float("-inf"))
-            before = tl.maximum(before, start)
-            over = _reciprocal(tl.load(den + t, mask=t < left, other=0.0))
-            dl = tl.load(delta + t, mask=t < left, other=0.0)
-            g32 = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
-            g = g32.to(OPERAND)
-            xq = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-            logs = _logs(xq, high, low, c, SPLIT, PRECISION)
-            fq = _exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
-            into = _exp2(before - s)
-            keep = _exp2(before - last)
-            last = before
-            y = y * keep - tl.sum(fq * (dl * into)[:, None], 0)
-            fq = fq.to(OPERAND)
-            A = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
+            logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+            fq = _exp2(logs - a[:, None]).to(OPERAND)
+            if DV:
+                A = tl.dot(fk, tl.trans(fq), A, input_precision=PRECISION)
+            if DK:
+                grad = tl.dot(pairs, fq, grad, input_precision=PRECISION)
+        if DK:
+            grad *= f
+            share += tl.sum(grad, 1)
+            back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
+    if DV:
+        gv *= leave[:, None]
+        if CAUSAL:
             A = _weigh(A, top, s, BLOCK, True).to(OPERAND)
             gv = tl.dot(A, g, gv, input_precision=PRECISION)
-            D_ = tl.dot(u, tl.trans(g), input_precision=PRECISION) - dl[None, :]
-            D_ = _weigh(D_, top, s, BLOCK, True).to(OPERAND)
-            gk = tl.dot(D_, fq, gk, input_precision=PRECISION)
-            moved = (g32 * into[:, None]).to(OPERAND)
-            R = tl.dot(tl.trans(moved), fq, R * keep, input_precision=PRECISION)
         _put(dv, t, dv_t, ce, e, gv, left, EVEN_N, EVEN_E)
-        gk *= fk.to(tl.float32)
-        share = tl.sum(gk, 1)
+    if DK:
         if BIASED:
-            tl.store(shares + t, share, mask=t < left)
-        back = tl.dot(gk.to(OPERAND), tl.trans(high_k), input_precision=PRECISION)
+            tl.store(shares + row * n + base + t, share, mask=t < left)
         # curvature is to base 2 and halved
-        back = (back - 2 * curvature * share[:, None] * x.to(tl.float32)) * LN2
+        back = (back - 2 * curvature * share[:, None] * y.to(tl.float32)) * LN2
         _put(dk, t, dk_t, cd, d, back, left, EVEN_N, EVEN_D)
 
 
@@ -861,13 +880,8 @@ def power(x) -> int:
     return max(16, 1 << (x - 1).bit_length())
 
 
-def span(n, rows) -> int:
-    """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
-    chunks = max(1, over(PROGRAMS, rows))
-    return min(LONGEST, max(SHORTEST, 1 << (over(n, chunks) - 1).bit_length()))
-
-
-SPLIT = True
+def config(low, widest) -> Config:
+    return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
 
 
 class Plan:
@@ -880,12 +894,9 @@ class Plan:
         self.D, self.M, self.E = power(self.d), power(weight.shape[-1]), power(self.e)
         low = q.dtype == torch.bfloat16
         widest = max(self.D, self.E)
-        self.block = 64 if low and widest <= 128 else (32 if low or widest <= 64 else 16)
-        kind = "narrow" if self.M <= 64 and widest <= 64 else ("wide" if self.M * widest <= 256 * 64 else "widest")
-        self.configs = CONFIGS[kind]
-        self.span = span(max(self.n, self.m), self.B * self.H)
-        self.chunks_q, self.chunks_k = over(self.n, self.span), over(self.m, self.span)
-        self.slot = self.M * (self.E + 1)
+        self.config = config(low, widest)
+        self.block, self.R = self.config.block, min(self.M, self.config.features)
+        self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)
         # the interpreter's dot does not know bfloat16
         self.operand = torch.bfloat16 if low and not INTERPRETED else torch.float32
         self.constants = dict(
@@ -900,22 +911,37 @@ class Plan:
             D=self.D,
             M=self.M,
             E=self.E,
+            R=self.R,
         )
 
-    def launch(self, name, kernel, rows, chunks, pointers, numbers, **constants):
-        config = self.configs[name]
-        options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
+    def span(self, n, rows) -> int:
+        """Tokens a chunk: one block where causal, else as many as leave enough chunks."""
+        if self.causal:
+            return self.block
+        chunks = max(1, PARTS * self.R // (self.B * rows * self.M))
+        return over(over(n, chunks), self.block) * self.block
+
+    def launch(self, name, kernel, grid, pointers, numbers, **constants):
+        options = dict(num_warps=self.config.warps, num_stages=STAGES.get(name, self.config.stages))
         constants = {**self.constants, **constants}
-        kernel[(self.B * rows * chunks,)](*pointers, *numbers, self.span, chunks, self.d, self.e, **constants, **options)
+        constants = {x: constants[x] for x in kernel.arg_names if x in constants}
+        kernel[grid](*pointers, *numbers, **constants, **options)
 
-    def scan(self, rows, slots, maxima, scales, chunks, reverse) -> Tensor:
-        end = empty((self.B * rows, self.slot), slots)
-        group = min(64, 1 << (chunks - 1).bit_length())
-        constants = dict(
-            G=rows // self.KV, WEIGHTED=self.causal, REVERSE=reverse, GROUP=group, TILE=64, num_warps=4
-        )
-        _scan[over(self.slot, 64), self.B * rows](slots, maxima, scales, end, chunks, self.slot, **constants)
-        return end
+    def room(self, rows, chunks, like) -> tuple[Tensor, Tensor]:
+        """For the states of all chunks: one more than chunks where causal, and only then in the operands' precision."""
+        chunks, dtype = (chunks + 1, self.operand) if self.causal else (chunks, torch.float32)
+        return empty((self.B, rows, chunks, self.E, self.M), like, dtype), empty((self.B, rows, chunks, self.M), like)
+
+    def join(self, rows, slots, sums, levels, reverse) -> tuple[Tensor, Tensor]:
+        """The states before (or after) each block, in place; where nothing is causal, the state of all."""
+        if not self.causal:
+            return slots.sum(2).to(self.operand), sums.sum(2)
+        chunks = slots.shape[2] - 1
+        for x, tile in ((slots, TILE), (sums, 32)):
+            width = x[0, 0, 0].numel()
+            constants = dict(G=rows // self.KV, REVERSE=reverse, GROUP=GROUP, TILE=tile, num_warps=1)
+            _scan[over(width, tile), self.B * rows](x, levels, chunks, width, **constants)
+        return slots, sums
 
 
 def _steps(*tensors):
@@ -942,94 +968,68 @@ def _biases(bias, weight, plan):
 
 
 class _Attention(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the state before each chunk and six numbers a token and head."""
+    """The launches joined: keeps q, k, v, o, the state before each block and five numbers a token and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal):
         q, k, v = _packed(q), _packed(k), _packed(v)
         plan = Plan(q, k, v, query_weight, causal, key_bias is not None)
-        B, H, KV, n, m = plan.B, plan.H, plan.KV, plan.n, plan.m
+        B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
         Wq = _padded(query_weight, plan)
         Wk = Wq if key_weight is query_weight else _padded(key_weight, plan)
         c = _biases(bias, query_weight, plan)
-        kb = q if key_bias is None else key_bias.float().contiguous()
-        o = tokens_like((B, H, n, plan.e), q, v.dtype)
-        chunks = plan.chunks_k
+        o = tokens_like((B, H, n, e), q, v.dtype)
+        half = curvature * log2(torch.e) / 2
         peaks_q, den = empty((2, B, H, n), q)
         peaks, tops, climbs = empty((3, B, KV, m), q)
-        slots, maxima = empty((B, KV, chunks + 1, plan.slot), q), empty((B, KV, chunks), q)
-        scales = empty((B, KV, chunks + 1), q)
-        half = curvature * log2(torch.e) / 2
-        plan.launch(
-            "states",
-            _states,
-            KV,
-            chunks,
-            (k, v, kb, Wk, c, peaks, tops, climbs, slots, maxima),
-            (*_steps(k, v), half, m),
-            KV=KV,
-            BIASED=plan.biased,
-        )
-        end = plan.scan(KV, slots, maxima, scales, chunks, False)
-        held = slots if causal else end
-        plan.launch(
-            "outputs",
-            _outputs,
-            H,
-            plan.chunks_q,
-            (q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, held, scales),
-            (*_steps(q, k, v, o), n),
-            H=H,
-            KV=KV,
-            CAUSAL=causal,
-        )
-        ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, held, scales)
+        maxima, levels = empty((B, KV, plan.blocks_k), q), empty((B, KV, plan.blocks_k + 1), q)
+        pointers = q, q, Wq, c, peaks_q, q, q, q
+        grid = plan.blocks_q, B * H
+        plan.launch("peaks", _peaks, grid, pointers, (*_steps(q), half, n, d), HEADS=H, KEYS=False, BIASED=False)
+        pointers = k, q if key_bias is None else key_bias.float().contiguous(), Wk, c, peaks, tops, climbs, maxima
+        grid = plan.blocks_k, B * KV
+        plan.launch("peaks", _peaks, grid, pointers, (*_steps(k), half, m, d), HEADS=KV, KEYS=True, BIASED=plan.biased)
+        _levels[(B * KV,)](maxima, levels, plan.blocks_k, GROUP=1024, num_warps=4)
+        span = plan.span(m, KV)
+        chunks = over(m, span)
+        slots, sums = plan.room(KV, chunks, q)
+        grid = chunks * (plan.M // plan.R), B * KV
+        pointers = k, v, Wk, c, peaks, tops, levels, slots, sums
+        plan.launch("states", _states, grid, pointers, (*_steps(k, v), m, span, chunks, d, e), KV=KV, CAUSAL=causal)
+        slots, sums = plan.join(KV, slots, sums, levels, False)
+        heads = dict(H=H, KV=KV, CAUSAL=causal)
+        pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
+        plan.launch("outputs", _outputs, (plan.blocks_q, B * H), pointers, (*_steps(q, k, v, o), n, d, e), **heads)
+        ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums)
         ctx.plan, ctx.half = plan, half
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, held, scales = ctx.saved_tensors
+        q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums = ctx.saved_tensors
         plan, do = ctx.plan, _packed(do)
-        B, H, KV, n, m, causal = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.causal
-        heads = dict(H=H, KV=KV, CAUSAL=causal)
+        B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
+        heads = dict(H=H, KV=KV, CAUSAL=plan.causal)
         kind = q.dtype if H == KV else torch.float32  # the query heads that share a key head are summed below
         dq = tokens_like(q.shape, q, q.dtype)
-        dk, dv = tokens_like((B, H, m, plan.d), k, kind), tokens_like((B, H, m, plan.e), v, kind)
+        dk, dv = tokens_like((B, H, m, d), k, kind), tokens_like((B, H, m, e), v, kind)
         delta = empty((B, H, n), q)
         shares = empty((B, H, m), q) if plan.biased else delta
-        chunks = plan.chunks_q
-        slots = empty((B, H, chunks + 1, plan.slot), q)
-        plan.launch(
-            "adjoints",
-            _adjoints,
-            H,
-            chunks,
-            (q, o, do, Wq, c, peaks_q, den, delta, climbs, slots, scales),
-            (*_steps(q, o, do), n),
-            **heads,
-        )
-        first = plan.scan(H, slots, slots, scales, chunks, True)
-        plan.launch(
-            "queries",
-            _queries,
-            H,
-            chunks,
-            (q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, held, scales),
-            (*_steps(q, k, v, do, dq), n),
-            **heads,
-        )
-        back = slots if causal else first
-        plan.launch(
-            "keys",
-            _keys,
-            H,
-            plan.chunks_k,
-            (q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, back, scales, shares),
-            (*_steps(q, k, v, do, dk, dv), ctx.half, m),
-            BIASED=plan.biased,
-            **heads,
-        )
+        span = plan.span(n, H)
+        chunks = over(n, span)
+        back, after = plan.room(H, chunks, q)
+        grid = chunks * (plan.M // plan.R), B * H
+        pointers = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
+        plan.launch("adjoints", _adjoints, grid, pointers, (*_steps(q, o, do), n, span, chunks, d, e), **heads)
+        back, after = plan.join(H, back, after, levels, True)
+        pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
+        numbers = *_steps(q, k, v, do, dq), n, d, e
+        plan.launch("queries", _queries, (plan.blocks_q, B * H), pointers, numbers, **heads)
+        pointers = q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, back, after, shares
+        numbers = *_steps(q, k, v, do, dk, dv), ctx.half, m, d, e
+        grid, heads = (plan.blocks_k, B * H), dict(heads, BIASED=plan.biased)
+        for DK, DV in ((True, False), (False, True)) if plan.config.apart else ((True, True),):
+            plan.launch("keys", _keys, grid, pointers, numbers, DK=DK, DV=DV, **heads)
         if H > KV:
             dk, dv = (x.unflatten(1, (KV, -1)).sum(2).to(q.dtype) for x in (dk, dv))
         dbias = None

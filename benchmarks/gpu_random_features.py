@@ -1,0 +1,385 @@
+"""Random feature attention on a GPU: is it right, how fast is it, which configurations are best.
+
+    python benchmarks/gpu_random_features.py --check             errors against float64, beside the naive way's
+    python benchmarks/gpu_random_features.py --long              does the error grow with n
+    python benchmarks/gpu_random_features.py --tune              candidates, launch by launch
+    python benchmarks/gpu_random_features.py --bench             the README's table
+    python benchmarks/gpu_random_features.py                     all of it, in about two minutes
+
+Results go to $OUT/gpu_random_features.json, or here. Kernels are compiled by many processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import triton
+from triton.testing import do_bench
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from heedful.kernels.random_features import reference  # noqa: E402
+from heedful.kernels.random_features import triton as fused  # noqa: E402
+
+Config = fused.Config
+START = time.time()
+
+
+def naive(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True):
+    """The dense computation, every step in the dtype of its inputs, with features shifted by their maxima."""
+    dtype, group = q.dtype, q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    own = 0 if bias is None else bias.to(dtype)[:, None]
+    x, y = q @ query_weight.to(dtype) + own, k @ key_weight.to(dtype) + own
+    y = y - curvature / 2 * k.square().sum(-1, keepdim=True)
+    if key_bias is not None:
+        y = y + key_bias.to(dtype).repeat_interleave(group, 1)[..., None]
+    x, y = (x - x.detach().amax(-1, keepdim=True)).exp(), (y - y.detach().amax((-2, -1), keepdim=True)).exp()
+    a = x @ y.mT
+    a = a.tril() if causal else a
+    return a @ v / a.sum(-1, keepdim=True)
+
+
+def exact(q, k, v, *, causal=True, **options):
+    """The same in float64 by logarithms, a few rows at a time, so that nothing vanishes."""
+    group = q.shape[1] // k.shape[1]
+    x, y = reference.log_features(q, k, **options)
+    y, v = (t.repeat_interleave(group, 1) for t in (y, v))
+    top = y.detach().amax(-1, keepdim=True)
+    a = (x - x.detach().amax(-1, keepdim=True)).exp() @ (y - top).exp().mT
+    shift = top.mT.expand_as(a)
+    if causal:
+        shift = shift.masked_fill(torch.ones_like(shift, dtype=torch.bool).triu(1), -torch.inf)
+    a = a * (shift - shift.amax(-1, keepdim=True)).exp()
+    return a @ v / a.sum(-1, keepdim=True)
+
+
+def draw(B=1, H=2, n=1000, d=64, *, m=None, KV=None, e=None, features=256, dtype=torch.bfloat16, per_head=False,
+         key_bias=False, length=1.0, seed=0):  # fmt: skip
+    """Inputs and the parameters of FAVOR+ with scale d^-½, or of dense features where `key_bias`."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g, device="cuda")
+
+    KV, e, m = KV or H, e or d, m or n
+    q, k, v = normal(B, H, n, d) * length, normal(B, KV, m, d) * length, normal(B, KV, m, e)
+    W = normal(H if per_head else 1, d, features) * d**-0.25
+    options = dict(query_weight=W, key_weight=W, bias=None, curvature=d**-0.5, key_bias=None)
+    if key_bias:
+        options.update(key_weight=W + 0.1 * normal(*W.shape), key_bias=normal(B, KV, m))
+        options["bias"] = normal(W.shape[0], features) * 0.3
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)], options
+
+
+def run(function, inputs, do, **options):
+    o = function(*inputs, **options)
+    return o.detach(), *torch.autograd.grad(o, inputs, do.to(o))
+
+
+def errors(got, want):
+    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
+
+
+def poisoned(shape, like, dtype=torch.float32):
+    return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
+
+
+CHECKS = {
+    "d64 m256": dict(),
+    "n 1024": dict(n=1024),
+    "n 63": dict(n=63),
+    "n 2": dict(n=2),
+    "long q, k": dict(length=3.0),
+    "dense, a head": dict(key_bias=True, per_head=True),
+    "shared heads": dict(H=4, KV=2, key_bias=True),
+    "not causal": dict(causal=False),
+    "not causal n m": dict(causal=False, n=300, m=1500, key_bias=True),
+    "d16 m64": dict(d=16, features=64),
+    "d96 m100": dict(d=96, features=100),
+    "d128": dict(d=128),
+    "d256": dict(d=256, n=500),
+    "d64 e128": dict(e=128),
+    "fp16": dict(dtype=torch.float16),
+    "fp32": dict(dtype=torch.float32),
+    "fp32 d128": dict(dtype=torch.float32, d=128, n=500),
+    "fp32 d256": dict(dtype=torch.float32, d=256, n=300),
+}
+
+
+def check_one(case, split=True):
+    fused.SPLIT = split
+    case = dict(case)
+    causal = case.pop("causal", True)
+    inputs, options = draw(**case)
+    q, _, v = inputs
+    do = torch.randn(*q.shape[:3], v.shape[-1], device="cuda")
+    options["causal"] = causal
+    usual, fused.empty = fused.empty, poisoned
+    try:
+        got, again = (run(fused.random_features, inputs, do, **options) for _ in range(2))
+    finally:
+        fused.empty, fused.SPLIT = usual, True
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    want = run(exact, [x.detach().double().requires_grad_() for x in inputs], do, **wide)
+    mine, theirs = errors(got, want), errors(run(naive, inputs, do, **options), want)
+    same = all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+    return mine, theirs, same
+
+
+def check() -> dict:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    table = {}
+    for name, case in [*CHECKS.items(), ("d64 m256, W in one part", {}), ("long, W in one part", dict(length=3.0))]:
+        try:
+            mine, theirs, same = check_one(case, "one part" not in name)
+        except Exception as error:
+            print(f"{name:24s} FAILED {type(error).__name__} {str(error)[-300:]}", flush=True)
+            table[name] = dict(failed=str(error)[-300:])
+            continue
+        ratio = max(x / y if y else (0 if x < 1e-9 else 99) for x, y in zip(mine, theirs, strict=True))
+        table[name] = dict(error=mine, naive=theirs, worst_ratio=ratio, bit_equal=same)
+        text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in zip(mine, theirs, strict=True))
+        print(
+            f"{name:24s} {'ok ' if ratio <= 2 and same else 'BAD'} x{ratio:.2f} {'' if same else 'MOVES '}{text}",
+            flush=True,
+        )
+    return table
+
+
+def long_check() -> dict:
+    """Does the error grow with n? Against float64 of the reference, on the device; also the last 1024 rows."""
+    table = {}
+    for n in (2048, 16384, 131072):
+        inputs, options = draw(n=n, H=1)
+        do = torch.randn(1, 1, n, 64, device="cuda")
+        wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        want = run(reference.random_features, [x.detach().double().requires_grad_() for x in inputs], do, **wide)
+        got = run(fused.random_features, inputs, do, **options)
+        last = errors([got[0][:, :, -1024:]], [want[0][:, :, -1024:]])[0]
+        table[n] = dict(error=errors(got, want), last_rows=last)
+        print(f"n {n:7d} errors {' '.join(f'{x:.1e}' for x in table[n]['error'])} last rows {last:.1e}", flush=True)
+    return table
+
+
+def median(function, milliseconds=60):
+    return do_bench(function, warmup=15, rep=milliseconds, return_mode="median")
+
+
+def forward_and_both(inputs, options, milliseconds=60):
+    do = torch.randn(*inputs[0].shape[:3], inputs[2].shape[-1], device="cuda").to(inputs[0].dtype)
+
+    def forward():
+        with torch.no_grad():
+            return fused.random_features(*inputs, **options)
+
+    def both():
+        return torch.autograd.grad(fused.random_features(*inputs, **options), inputs, do)
+
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return median(forward, milliseconds), median(both, milliseconds), peak
+
+
+CANDIDATES = {
+    "128/64 w8 s2": (Config(128, 64, 8, 2, False), True),
+    "128/64 w8 s2 apart": (Config(128, 64, 8, 2, True), True),
+    "128/64 w8 s3 apart": (Config(128, 64, 8, 3, True), True),
+    "128/32 w8 s2 apart": (Config(128, 32, 8, 2, True), True),
+    "64/64 w4 s2": (Config(64, 64, 4, 2, False), True),
+    "64/32 w4 s2": (Config(64, 32, 4, 2, False), True),
+    "64/32 w4 s3": (Config(64, 32, 4, 3, False), True),
+    "64/64 w4 s3 apart": (Config(64, 64, 4, 3, True), True),
+    "128/64 w8 s2 one part": (Config(128, 64, 8, 2, True), False),
+    "64/32 w4 s2 one part": (Config(64, 32, 4, 2, False), False),
+}
+
+
+def candidate(name):
+    config, fused.SPLIT = CANDIDATES[name]
+    fused.config = lambda low, widest: config
+
+
+def by_launch(inputs, options):
+    """ms of each launch of one forward and backward, timed alone."""
+    found = defaultdict(float)
+    real, real_join = fused.Plan.launch, fused.Plan.join
+
+    def timed(plan, name, *args, **constants):
+        real(plan, name, *args, **constants)
+        found[name] += median(lambda: real(plan, name, *args, **constants), 8)
+
+    def joined(plan, rows, slots, sums, levels, reverse):
+        found["join"] += median(lambda: real_join(plan, rows, slots.clone(), sums.clone(), levels, reverse), 8)
+        found["join"] -= median(slots.clone, 8)
+        return real_join(plan, rows, slots, sums, levels, reverse)
+
+    fused.Plan.launch, fused.Plan.join = timed, joined
+    try:
+        o = fused.random_features(*inputs, **options)
+        torch.autograd.grad(o, inputs, torch.randn_like(o))
+    finally:
+        fused.Plan.launch, fused.Plan.join = real, real_join
+    return dict(found)
+
+
+def tune(limit) -> dict:
+    table = {}
+    usual = fused.config, fused.SPLIT
+    for causal in (True, False):
+        inputs, options = draw(H=16, n=65536)
+        for name in CANDIDATES:
+            if time.time() - START > limit:
+                print("out of time", flush=True)
+                break
+            candidate(name)
+            try:
+                f, fb, peak = forward_and_both(inputs, dict(options, causal=causal), 40)
+                parts = by_launch(inputs, dict(options, causal=causal))
+            except Exception as error:
+                print(f"{name:24s} FAILED {type(error).__name__} {str(error)[-200:]}", flush=True)
+                continue
+            finally:
+                fused.config, fused.SPLIT = usual
+            table[f"{name}{'' if causal else ' not causal'}"] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, **parts)
+            text = " ".join(f"{x} {y:.3f}" for x, y in parts.items())
+            print(
+                f"{'' if causal else 'not causal '}{name:24s} {f:.2f} / {fb:.2f} ms {peak:.2f} GiB: {text}", flush=True
+            )
+    return table
+
+
+WORK = {
+    "B1 N65536": dict(B=1, n=65536),
+    "B4 N8192": dict(B=4, n=8192),
+    "B8 N2048": dict(B=8, n=2048),
+    "B1 N65536 not causal": dict(B=1, n=65536, causal=False),
+    "B4 N8192 not causal": dict(B=4, n=8192, causal=False),
+    "B8 N2048 not causal": dict(B=8, n=2048, causal=False),
+    "B1 N65500": dict(B=1, n=65500),
+    "B1 N65536 4 key heads": dict(B=1, n=65536, KV=4),
+    "B1 N65536 H8 d128": dict(B=1, n=65536, H=8, d=128),
+}
+
+
+def floors(inputs, features, causal, bandwidth, rate):
+    """ms forward and both: the larger of bytes (each tensor once) and flops (each product once, blocks of 64)."""
+    q, k, v = inputs
+    (B, H, n, d), (_, KV, m, e) = q.shape, v.shape
+    r, inside = features, 64 if causal else 0
+    o = B * H * n * e * q.element_size()
+    bytes_forward = q.nbytes + k.nbytes + v.nbytes + o
+    bytes_both = 2 * bytes_forward + o + q.nbytes + k.nbytes + v.nbytes
+    project, mix, pairs = (n * H + m * KV) * d * r, (n * H + m * KV) * r * e, n * H * inside * (r + e)
+    forward = 2 * B * (project + mix + pairs)
+    both = 2 * B * (3 * project + 3 * mix + 3 * pairs)
+    return max(bytes_forward / bandwidth, forward / rate) * 1e3, max(bytes_both / bandwidth, both / rate) * 1e3
+
+
+def ceilings():
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    bandwidth = 2 * x.nbytes / median(lambda: y.copy_(x)) * 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return bandwidth, 2 * 8192**3 / median(lambda: a @ b) * 1e3
+
+
+def bench() -> dict:
+    bandwidth, rate = ceilings()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s", flush=True)
+    table = dict(copy=bandwidth, product=rate)
+    for name, work in WORK.items():
+        work = dict(work)
+        causal = work.pop("causal", True)
+        inputs, options = draw(**{"H": 16, **work})
+        low, lows = floors(inputs, 256, causal, bandwidth, rate)
+        try:
+            f, fb, peak = forward_and_both(inputs, dict(options, causal=causal))
+        except Exception as error:
+            print(f"{name:24s} FAILED {str(error)[-200:]}", flush=True)
+            continue
+        table[name] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, floor_ms=low, floor_both_ms=lows)
+        print(f"{name:24s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}  {peak:.2f} GiB", flush=True)
+    return table
+
+
+def warm(share, of, tuning) -> None:
+    """Compiles every `of`-th task, so that many processes fill the cache together."""
+    tasks = [lambda case=case: check_one(case) for case in CHECKS.values()]
+    tasks += [lambda: check_one({}, False)]
+
+    def work(work):
+        work = dict(work)
+        causal = work.pop("causal", True)
+        inputs, options = draw(**{"H": 16, **work})
+        o = fused.random_features(*inputs, **options, causal=causal)
+        torch.autograd.grad(o, inputs, torch.randn_like(o))
+
+    def tried(name, causal):
+        usual = fused.config, fused.SPLIT
+        candidate(name)
+        try:
+            work(dict(n=65536, causal=causal))
+        finally:
+            fused.config, fused.SPLIT = usual
+
+    tasks += [lambda x=x: work(x) for x in WORK.values()]
+    if tuning:
+        tasks += [
+            lambda name=name, causal=causal: tried(name, causal) for name in CANDIDATES for causal in (True, False)
+        ]
+    for task in tasks[share::of]:
+        try:
+            task()
+        except Exception as error:
+            print(type(error).__name__, str(error)[-100:], file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in ("--check", "--long", "--tune", "--bench"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--warm", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=140, help="seconds after which tuning stops")
+    given = parser.parse_args()
+    if given.warm:
+        warm(*given.warm)
+        return
+    every = not (given.check or given.long or given.tune or given.bench)
+    workers = min(14, os.cpu_count() or 1)
+    flags = [sys.executable, __file__, "--warm"]
+    tuning = str(int(given.tune or every))
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = [subprocess.Popen([*flags, str(i), str(workers), tuning], **quiet) for i in range(workers)]
+    for child in children:
+        child.wait()
+    print(
+        f"compiled after {time.time() - START:.0f} s; torch {torch.__version__}, triton {triton.__version__}",
+        flush=True,
+    )
+    path = Path(os.environ.get("OUT", ".")) / "gpu_random_features.json"
+    result = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
+    parts = dict(check=check, long=long_check, bench=bench, tune=lambda: tune(given.limit))
+    for name, part in parts.items():
+        if every or getattr(given, name):
+            result[name] = part()
+            path.write_text(json.dumps(result, indent=1))
+            print(f"-- {name}: {time.time() - START:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
