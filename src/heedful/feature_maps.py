@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import comb, factorial, pi, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +42,27 @@ class FeatureMap(nn.Module, ABC):
         return 0
 
 
+class LinearLogs(NamedTuple):
+    """Logarithms that are linear in a token, up to a number a token:
+
+        log φ(q) = q Wq + c + (a number),   log φ(k) = k Wk + c − curvature ‖k‖²/2 − ‖key_axes k‖²/2
+
+    A query's number leaves the normalised weights. Fused kernels make such features themselves.
+    """
+
+    query_weight: Float[Tensor, "*h d r"]
+    key_weight: Float[Tensor, "*h d r"]
+    bias: Float[Tensor, "*h r"]
+    curvature: float
+    key_axes: Float[Tensor, "*h d d"] | None = None
+
+
 class LogFeatureMap(FeatureMap):
     """Positive features, given by their logarithms."""
+
+    def linear_logs(self) -> LinearLogs | None:
+        """How the logarithms depend on a token where they are linear in it, else None."""
+        return None
 
     @abstractmethod
     def log_query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*c n r"]:

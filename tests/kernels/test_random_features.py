@@ -12,7 +12,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
-from heedful.kernels.random_features import reference  # noqa: E402
+import heedful as h  # noqa: E402
+from heedful.kernels.dispatch import Backend  # noqa: E402
+from heedful.kernels.random_features import random_features, reference  # noqa: E402
 
 
 def _triton_form():
@@ -107,3 +109,85 @@ def test_it_is_the_formula_and_so_are_its_gradients(form, case):
     got = outcome(form.random_features, inputs, options, torch.float64 if form is reference else torch.float32)
     for x, y in zip(got, want, strict=True):
         assert distance(x, y) < (1e-11 if form is reference else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_as_good_as_the_naive_way(form, dtype):
+    """At most twice the error of the formula computed in that precision throughout, forward and gradients."""
+    inputs, options = build(n=100, B=1, d=32, e=16)
+    inputs = [x.to(dtype) for x in inputs]
+    want = outcome(dense, inputs, options, torch.float64)
+    got, naive = (outcome(f, inputs, options, dtype) for f in (form.random_features, dense))
+    for x, y, truth in zip(got, naive, want, strict=True):
+        assert distance(x, truth) <= 2 * distance(y, truth)
+
+
+def test_the_past_does_not_feel_the_future(form):
+    (q, k, v), options = build(n=100, B=1)
+    q, k, v = (x.float() for x in (q, k, v))
+    before = form.random_features(q, k, v, **options)
+    for x in (q, k, v):
+        x[:, :, 70:] *= 30
+    assert torch.equal(before[:, :, :70], form.random_features(q, k, v, **options)[:, :, :70])
+
+
+def test_strides_do_not_matter(form):
+    inputs, options = build(n=70, B=1)
+    inputs = [x.float() for x in inputs]
+    want = form.random_features(*inputs, **options)
+    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    spread = [torch.stack([x, x], -1)[..., 0] for x in inputs]
+    for other in (swapped, spread):
+        assert torch.equal(form.random_features(*other, **options), want)
+
+
+def test_objections_are_sentences():
+    form = _triton_form()
+    (q, k, v), options = build(n=4)
+    q, k, v = (x.float() for x in (q, k, v))
+    assert form.objections(q, k, v, **options) == []
+    learned = dict(options, key_weight=options["key_weight"].clone().requires_grad_())
+    wide = dict(options, query_weight=torch.zeros(1, 16, 300), key_weight=torch.zeros(1, 16, 300), bias=None)
+    for arguments, given, word in (
+        ((q.double(), k, v), options, "share bfloat16"),
+        ((q, k, v), learned, "gradient of the projection"),
+        ((q, k, v), wide, "features go up to"),
+        ((q[:, :, :0], k[:, :, :0], v[:, :, :0]), options, "nothing to launch"),
+        ((q, k[:, :, :3], v[:, :, :3]), options, "as many queries as keys"),
+        ((q, k, v), dict(options, key_weight=options["key_weight"][..., :3]), "as query_weight"),
+    ):
+        assert word in " ".join(form.objections(*arguments, **given))
+
+
+MAPS = {
+    "FAVOR+": lambda: h.FavorPlus(8, 20),
+    "FAVOR+, hyperbolic, a head": lambda: h.FavorPlus(8, 10, heads=2, hyperbolic=True),
+    "FAVOR++": lambda: h.FavorPlusPlus(8, 20, A=-0.3, orthogonal="hadamard"),
+    "FAVOR#": lambda: h.FavorSharp(8, 20, kind="aderf"),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("pattern", [h.Causal(), h.Full()], ids=["causal", "full"])
+def test_a_mechanism_that_uses_it_is_the_same_mechanism(name, pattern, monkeypatch):
+    form = _triton_form()
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 40, 8, generator=g).to(DEVICE) for _ in range(3))
+    phi = MAPS[name]().to(DEVICE)
+    if isinstance(phi, h.FavorSharp):
+        phi.calibrate(q * 2, k)
+    attend = h.Linear(phi, pattern)
+    with h.backend("torch"):
+        assert "was asked for" in h.backend.explain(attend, q, k, v) or not ON_GPU
+        want = attend(q, k, v)
+    monkeypatch.setattr("heedful.mechanisms.featured.out_of_reach", lambda q: [])
+    backend = Backend("triton", form.random_features, form.objections)
+    monkeypatch.setitem(random_features.backends, "triton", backend)
+    assert h.backend.explain(attend, q, k, v).endswith("→ triton")
+    assert distance(attend(q, k, v), want) < 2e-5
+    segments = torch.zeros(2, 1, 40, dtype=torch.long, device=DEVICE)
+    assert "no segments" in h.backend.explain(attend, q, k, v, segments=segments)
+    if phi.heads is None:  # heads that share their keys
+        with h.backend("torch"):
+            want = attend(q, k[:, :1], v[:, :1])
+        assert distance(attend(q, k[:, :1], v[:, :1]), want) < 2e-5

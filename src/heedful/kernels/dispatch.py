@@ -71,6 +71,12 @@ class Kernel:
         hint = f' (asked for by heedful.backend("{forced}"))' if forced in self.backends else ""
         raise RuntimeError(f"{self.name}: no backend can take these inputs{hint}:\n{reasons}")
 
+    def refuses(self, name: str, *args, **kwargs) -> list[str]:
+        """Why one backend would not run: its objections, or that another one was asked for."""
+        if _forced in self.backends and _forced != name:
+            return [f'heedful.backend("{_forced}") was asked for.']
+        return self.backends[name].objections(*args, **kwargs)
+
     def explain(self, *args, **kwargs) -> str:
         """One line a backend: whether it would take these inputs and, if not, why not."""
         lines = []

@@ -1,6 +1,7 @@
 """What linear mechanisms share: features of queries and keys, one chunked kernel, one running state.
 
     forward     chunks of c: inside by tril(φq φkᵀ), across by S      (kernels/chunked_linear)
+                where log φ is linear in a token, features are made inside (kernels/random_features)
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 
@@ -21,6 +22,7 @@ from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.linear_step import linear_step
+from heedful.kernels.random_features import out_of_reach, random_features
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor
@@ -91,7 +93,49 @@ class Featured(RecurrentMechanism):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
         if isinstance(segments, tuple):
             return per_segment(self, q, k, v, segments)
+        with as_given(q):
+            refused, inputs, options = self._fused(q, k, v, segments)
+            if not refused:
+                out = random_features(*inputs, **options)
+                return out.reshape(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
         return self._run(q, k, v, segments)[0]
+
+    def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
+        """Why the kernel that makes features itself can't run; if nothing speaks against it, its inputs."""
+        said = out_of_reach(q)
+        if not self.normalise:
+            said.append("features are shifted there, which only the normaliser takes out again.")
+        if self.log_decay() is not None:
+            said.append("there is no decay.")
+        if segments is not None:
+            said.append("there are no segments.")
+        if not isinstance(self.feature_map, LogFeatureMap):
+            said.append(f"{type(self.feature_map).__name__} does not give logarithms of features.")
+        if said or not isinstance(self.feature_map, LogFeatureMap):
+            return said, [], {}
+        logs = self.feature_map.linear_logs()
+        if logs is None:
+            return [f"the logarithms of {type(self.feature_map).__name__} are not linear in a token."], [], {}
+        if logs.query_weight.shape[-2] != k.shape[-1]:
+            return [f"the projection is {logs.query_weight.shape[-2]} wide, k {k.shape[-1]}."], [], {}
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        heads = batch[-1] if batch else 1
+        Wq, Wk, c = (x if x.ndim == y else x[None] for x, y in zip(logs[:3], (3, 3, 2), strict=True))
+        # heads that share their keys share them in the kernel too
+        shared = heads > 1 and len(Wq) == 1 and all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))
+        own = (*batch[:-1], 1) if shared else batch
+        key_bias = None
+        if logs.key_axes is not None:
+            moved = k.to(logs.key_axes.dtype) @ logs.key_axes.mT
+            key_bias = (moved.square().sum(-1) / -2).expand(*own, -1).reshape(-1, own[-1] if own else 1, k.shape[-2])
+        shapes = (batch, own, own)
+        inputs = [
+            x.expand(*lead, *x.shape[-2:]).reshape(prod(lead[:-1]), lead[-1] if lead else 1, *x.shape[-2:])
+            for x, lead in zip((q, k, v), shapes, strict=True)
+        ]
+        options = dict(query_weight=Wq, key_weight=Wk, bias=c, curvature=logs.curvature, key_bias=key_bias)
+        options["causal"] = isinstance(self.pattern, Causal)
+        return random_features.refuses("triton", *inputs, **options), inputs, options
 
     def prefill(self, q, k, v, *, segments=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
@@ -205,10 +249,16 @@ class Featured(RecurrentMechanism):
     def explain(self, q, k, v, *, segments=None):
         if isinstance(segments, tuple):
             return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
+        first = ""
+        if isinstance(self.feature_map, LogFeatureMap):
+            refused, _, _ = self._fused(q, k, v, segments)
+            if not refused:
+                return "random_features/triton: can run\n→ triton"
+            first = f"random_features/triton: {'; '.join(refused)}\n"
         if q.shape[-2] < k.shape[-2]:
             q = q.new_zeros(*q.shape[:-2], *k.shape[-2:])
         inputs, options = self._kernel_inputs(q, k, v, segments)
-        return self.kernel.explain(*inputs, **options)
+        return first + self.kernel.explain(*inputs, **options)
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,12 +14,12 @@ diagonal, and then B = (I−4A)^½ S, C = −½SᵀS: orthogonal S is SDERF, A =
 
 from __future__ import annotations
 
-from math import log
+from math import log, sqrt
 from typing import Literal
 
 import torch
 
-from heedful.feature_maps import LogFeatureMap
+from heedful.feature_maps import LinearLogs, LogFeatureMap
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
 from heedful.random_features.maps import RandomFeatures
 from heedful.shapes import Float, Tensor
@@ -55,6 +55,12 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
         if self.hyperbolic:
             score = torch.cat([score, -score], -1)
         return score.sub_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / 2)  # it is nobody else's
+
+    def linear_logs(self):
+        W = self.projection.rows().mT * sqrt(self.scale)
+        if self.hyperbolic:
+            W = torch.cat([W, -W], -1)
+        return LinearLogs(W, W, torch.full_like(W[..., 0, :], -log(W.shape[-1]) / 2), self.scale)
 
     def dim(self, d):
         return self.features * (2 if self.hyperbolic else 1)
@@ -99,6 +105,11 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
 
     def log_query(self, x):
         return _log_features(self, self.scaled(x), self.A)
+
+    def linear_logs(self):
+        W, own = _rows_and_own(self, self.A, torch.float32)
+        W = W.mT * sqrt(self.scale)
+        return LinearLogs(W, W, own, self.scale)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, A={_in_short(self.A)}"
@@ -160,6 +171,11 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
         x = self.scaled(x)
         return _log_features(self, x @ self.key_axes.to(x.dtype).mT, self.A)
 
+    def linear_logs(self):
+        W, own = _rows_and_own(self, self.A, torch.float32)
+        Wq, Wk = ((W @ axes).mT * sqrt(self.scale) for axes in (self.query_axes, self.key_axes))
+        return LinearLogs(Wq, Wk, own, 0.0, self.key_axes * sqrt(self.scale))
+
     def extra_repr(self):
         return f"{super().extra_repr()}, kind={self.kind!r}, A={_in_short(self.A)}"
 
@@ -167,11 +183,19 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
 FITS = {"sderf": fit_sderf, "aderf": fit_aderf, "saderf": fit_saderf}
 
 
+def _rows_and_own(phi: RandomFeatures, A: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows √(1−4A) ω, and what a feature's logarithm has of its own: A‖ω‖² and the constants."""
+    A = A.to(dtype).expand(*A.shape[:-1], phi.d)
+    rows = phi.projection.rows().to(dtype)
+    own = (rows.square() * A[..., None, :]).sum(-1)
+    own = own + (torch.log1p(-4 * A).sum(-1, keepdim=True) - 2 * log(phi.features)) / 4
+    return rows * (1 - 4 * A).sqrt()[..., None, :], own
+
+
 def _log_features(phi: RandomFeatures, x: Tensor, A: Tensor) -> Tensor:
     """log f(ω, x) − ½ log m, with x in the new axes already."""
+    own = _rows_and_own(phi, A, x.dtype)[1]
     A = A.to(x.dtype).expand(*A.shape[:-1], phi.d)
-    own = (phi.projection.rows().to(x.dtype).square() * A[..., None, :]).sum(-1)
-    own = own + (torch.log1p(-4 * A).sum(-1, keepdim=True) - 2 * log(phi.features)) / 4
     score = phi.projection(x * (1 - 4 * A).sqrt()[..., None, :])
     return score.add_(own[..., None, :]).sub_(x.square().sum(-1, keepdim=True) / 2)  # it is nobody else's
 

@@ -14,11 +14,18 @@ def _triton_run(*args, **kwargs):
     return triton.random_features(*args, **kwargs)
 
 
-def _triton_objections(q, *args, **kwargs) -> list[str]:
+def out_of_reach(q) -> list[str]:
+    """Why no Triton kernel could run for inputs where q is, whatever they are."""
     if q.device.type != "cuda":
         return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
     if find_spec("triton") is None:
         return ["Triton is not installed: pip install 'heedful[kernels]'."]
+    return []
+
+
+def _triton_objections(q, *args, **kwargs) -> list[str]:
+    if said := out_of_reach(q):
+        return said
     from heedful.kernels.random_features import triton
 
     return triton.objections(q, *args, **kwargs)

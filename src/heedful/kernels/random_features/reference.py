@@ -9,6 +9,8 @@ A factor that depends on the query alone leaves the quotient, so a query's â€–qâ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,8 @@ def random_features(
 
     Choromanski et al. 2020, arXiv:2009.14794; Likhosherstov et al. 2022 and 2023, arXiv:2205.15317, arXiv:2302.00787.
     """
-    options = dict(query_weight=query_weight, key_weight=key_weight, bias=bias, curvature=curvature, key_bias=key_bias)
+    options: dict[str, Any] = dict(query_weight=query_weight, key_weight=key_weight, bias=bias, curvature=curvature)
+    options["key_bias"] = key_bias
     if said := objections(q, k, v, **options, causal=causal):
         raise ValueError(" ".join(said))
     x, y = log_features(q, k, **options)

@@ -59,7 +59,7 @@ class Config(NamedTuple):
 # The key is the widest of d and e (up to it) and the operands.
 CONFIGS = {
     (64, "bf16"): Config(128, 64, 8, 2),
-    (128, "bf16"): Config(64, 64, 4, 2),
+    (128, "bf16"): Config(64, 32, 4, 2, True),
     (256, "bf16"): Config(64, 32, 4, 1, True),
     (64, "fp32"): Config(32, 32, 4, 1),
     (128, "fp32"): Config(32, 32, 4, 1, True),
@@ -983,7 +983,7 @@ class _Attention(torch.autograd.Function):
         peaks_q, den = empty((2, B, H, n), q)
         peaks, tops, climbs = empty((3, B, KV, m), q)
         maxima, levels = empty((B, KV, plan.blocks_k), q), empty((B, KV, plan.blocks_k + 1), q)
-        pointers = q, q, Wq, c, peaks_q, q, q, q
+        pointers: tuple[Tensor, ...] = q, q, Wq, c, peaks_q, q, q, q
         grid = plan.blocks_q, B * H
         plan.launch("peaks", _peaks, grid, pointers, (*_steps(q), half, n, d), HEADS=H, KEYS=False, BIASED=False)
         pointers = k, q if key_bias is None else key_bias.float().contiguous(), Wk, c, peaks, tops, climbs, maxima
@@ -1019,7 +1019,7 @@ class _Attention(torch.autograd.Function):
         chunks = over(n, span)
         back, after = plan.room(H, chunks, q)
         grid = chunks * (plan.M // plan.R), B * H
-        pointers = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
+        pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
         plan.launch("adjoints", _adjoints, grid, pointers, (*_steps(q, o, do), n, span, chunks, d, e), **heads)
         back, after = plan.join(H, back, after, levels, True)
         pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
