@@ -47,12 +47,13 @@ class LinearLogs(NamedTuple):
 
         log φ(q) = q Wq + c + (a number),   log φ(k) = k Wk + c − curvature ‖k‖²/2 − ‖key_axes k‖²/2
 
-    A query's number leaves the normalised weights. Fused kernels make such features themselves.
+    with one Wq, Wk, c for each head or for all. A query's number leaves the normalised weights. Fused kernels make such
+    features themselves.
     """
 
-    query_weight: Float[Tensor, "*h d r"]
-    key_weight: Float[Tensor, "*h d r"]
-    bias: Float[Tensor, "*h r"]
+    query_weight: Float[Tensor, "h d r"]
+    key_weight: Float[Tensor, "h d r"]
+    bias: Float[Tensor, "h r"]
     curvature: float
     key_axes: Float[Tensor, "*h d d"] | None = None
 

@@ -30,6 +30,15 @@ class Backend:
     objections: Callable[..., list[str]]
 
 
+def out_of_reach(q: Tensor) -> list[str]:
+    """Why no Triton kernel could run for inputs where q is, whatever they are."""
+    if q.device.type != "cuda":
+        return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
+    if find_spec("triton") is None:
+        return ["Triton is not installed: pip install 'heedful[kernels]'."]
+    return []
+
+
 def triton_backend(module: str, name: str) -> Backend:
     """The function `name` of a module of Triton programs, which is imported when inputs on a GPU first ask for it."""
 
@@ -37,11 +46,7 @@ def triton_backend(module: str, name: str) -> Backend:
         return getattr(import_module(module), name)(*args, **kwargs)
 
     def objections(q: Tensor, *args, **kwargs) -> list[str]:
-        if q.device.type != "cuda":
-            return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
-        if find_spec("triton") is None:
-            return ["Triton is not installed: pip install 'heedful[kernels]'."]
-        return import_module(module).objections(q, *args, **kwargs)
+        return out_of_reach(q) or import_module(module).objections(q, *args, **kwargs)
 
     return Backend("triton", run, objections)
 

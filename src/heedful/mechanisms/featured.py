@@ -20,9 +20,9 @@ from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_tok
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
-from heedful.kernels.dispatch import Kernel, as_given
+from heedful.kernels.dispatch import Kernel, as_given, out_of_reach
 from heedful.kernels.linear_step import linear_step
-from heedful.kernels.random_features import out_of_reach, random_features
+from heedful.kernels.random_features import random_features
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor
@@ -120,9 +120,8 @@ class Featured(RecurrentMechanism):
             return [f"the projection is {logs.query_weight.shape[-2]} wide, k {k.shape[-1]}."], [], {}
         batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         heads = batch[-1] if batch else 1
-        Wq, Wk, c = (x if x.ndim == y else x[None] for x, y in zip(logs[:3], (3, 3, 2), strict=True))
         # heads that share their keys share them in the kernel too
-        shared = heads > 1 and len(Wq) == 1 and all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))
+        shared = heads > 1 and len(logs.query_weight) == 1 and all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))
         own = (*batch[:-1], 1) if shared else batch
         key_bias = None
         if logs.key_axes is not None:
@@ -133,8 +132,8 @@ class Featured(RecurrentMechanism):
             x.expand(*lead, *x.shape[-2:]).reshape(prod(lead[:-1]), lead[-1] if lead else 1, *x.shape[-2:])
             for x, lead in zip((q, k, v), shapes, strict=True)
         ]
-        options = dict(query_weight=Wq, key_weight=Wk, bias=c, curvature=logs.curvature, key_bias=key_bias)
-        options["causal"] = isinstance(self.pattern, Causal)
+        options = logs._asdict() | dict(key_bias=key_bias, causal=isinstance(self.pattern, Causal))
+        del options["key_axes"]
         return random_features.refuses("triton", *inputs, **options), inputs, options
 
     def prefill(self, q, k, v, *, segments=None):

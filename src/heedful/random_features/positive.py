@@ -18,8 +18,10 @@ from math import log, sqrt
 from typing import Literal
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.feature_maps import LinearLogs, LogFeatureMap
+from heedful.kernels.kept import kept
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
 from heedful.random_features.maps import RandomFeatures
 from heedful.shapes import Float, Tensor
@@ -57,10 +59,13 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
         return score.sub_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / 2)  # it is nobody else's
 
     def linear_logs(self):
-        W = self.projection.rows().mT * sqrt(self.scale)
-        if self.hyperbolic:
-            W = torch.cat([W, -W], -1)
-        return LinearLogs(W, W, torch.full_like(W[..., 0, :], -log(W.shape[-1]) / 2), self.scale)
+        def make():
+            W = _by_head(self.projection.rows().mT * sqrt(self.scale), 3)
+            if self.hyperbolic:
+                W = torch.cat([W, -W], -1)
+            return LinearLogs(W, W, torch.full_like(W[:, 0], -log(W.shape[-1]) / 2), self.scale)
+
+        return kept(LOGS, (*self.buffers(),), (self.scale, self.hyperbolic), make)
 
     def dim(self, d):
         return self.features * (2 if self.hyperbolic else 1)
@@ -107,9 +112,12 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
         return _log_features(self, self.scaled(x), self.A)
 
     def linear_logs(self):
-        W, own = _rows_and_own(self, self.A, torch.float32)
-        W = W.mT * sqrt(self.scale)
-        return LinearLogs(W, W, own, self.scale)
+        def make():
+            W, own = _rows_and_own(self, self.A, torch.float32)
+            W = _by_head(W.mT * sqrt(self.scale), 3)
+            return LinearLogs(W, W, _by_head(own, 2), self.scale)
+
+        return kept(LOGS, (*self.buffers(),), self.scale, make)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, A={_in_short(self.A)}"
@@ -172,15 +180,26 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
         return _log_features(self, x @ self.key_axes.to(x.dtype).mT, self.A)
 
     def linear_logs(self):
-        W, own = _rows_and_own(self, self.A, torch.float32)
-        Wq, Wk = ((W @ axes).mT * sqrt(self.scale) for axes in (self.query_axes, self.key_axes))
-        return LinearLogs(Wq, Wk, own, 0.0, self.key_axes * sqrt(self.scale))
+        def make():
+            W, own = _rows_and_own(self, self.A, torch.float32)
+            Wq, Wk = (_by_head((W @ axes).mT * sqrt(self.scale), 3) for axes in (self.query_axes, self.key_axes))
+            return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, self.key_axes * sqrt(self.scale))
+
+        return kept(LOGS, (*self.buffers(),), self.scale, make)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, kind={self.kind!r}, A={_in_short(self.A)}"
 
 
 FITS = {"sderf": fit_sderf, "aderf": fit_aderf, "saderf": fit_saderf}
+
+
+LOGS = WeakIdKeyDictionary()
+
+
+def _by_head(x: Tensor, axes: int) -> Tensor:
+    """With an axis of heads in front, if only of one."""
+    return x if x.ndim == axes else x[None]
 
 
 def _rows_and_own(phi: RandomFeatures, A: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

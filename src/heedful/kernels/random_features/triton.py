@@ -25,49 +25,42 @@ written by one program in a fixed order: runs are bit-equal. README.md has the f
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from math import log2
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from heedful.kernels.chunked_linear.launches import INTERPRETED, Config, launch, over
 from heedful.kernels.chunked_linear.reference import LEAST
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.kept import kept
 from heedful.kernels.random_features import reference
 
-INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(LEAST[torch.float32])
 WIDEST = 256
 MOST = 256
 PARTS = 512  # partial sums over all keys in flight, where nothing is causal
+LAUNCHES = ("peaks", "states", "outputs", "adjoints", "queries", "dk", "dv")
+PARTED = ("states", "adjoints")  # one program for each few features; the others walk over them
 
-
-class Config(NamedTuple):
-    """How a call is cut and compiled: tokens a block, features at a time, warps, stages; dk and dv apart or not."""
-
-    block: int
-    features: int
-    warps: int
-    stages: int
-    apart: bool = False
-
-
+# Tokens a block, and of each launch: features at a time, warps, stages. By registers and spills, compiled for sm_90.
 # The key is the widest of d and e (up to it) and the operands.
 CONFIGS = {
-    (64, "bf16"): Config(128, 64, 8, 2),
-    (128, "bf16"): Config(64, 32, 4, 2, True),
-    (256, "bf16"): Config(64, 32, 4, 1, True),
-    (64, "fp32"): Config(32, 32, 4, 1),
-    (128, "fp32"): Config(32, 32, 4, 1, True),
-    (256, "fp32"): Config(16, 32, 4, 1, True),
+    (64, "bf16"): (128, dict.fromkeys(LAUNCHES, Config(64, 8, 2))),
+    (128, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 2))),
+    (256, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 1))),
+    (64, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+    (128, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+    (256, "fp32"): (16, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
 }
 SPLIT = True  # W as a sum of two bfloat16
-STAGES: dict[str, int] = {}  # of single kernels, where they differ from their configuration's
 GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan takes at a time
+LEVELS = 1024  # blocks of which the levels are found at a time
 
 
 def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:
@@ -110,15 +103,8 @@ def random_features(
     options = dict(query_weight=query_weight, key_weight=key_weight, bias=bias, curvature=curvature)
     if said := objections(q, k, v, **options, key_bias=key_bias, causal=causal):
         raise ValueError(" ".join(said))
-    with _on(q):
+    with on_device(q):
         return _Attention.apply(q, k, v, key_bias, query_weight, key_weight, bias, float(curvature), causal)
-
-
-def _on(x):
-    """Triton launches on the current device: make it that of x where it is not."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
 
 
 if INTERPRETED:
@@ -772,7 +758,7 @@ def _keys(
     E: tl.constexpr,
     R: tl.constexpr,
 ):
-    """One block of dk and dv for one query head; n counts keys."""
+    """One block of dk or of dv for one query head, apart since both at once spill; n counts keys."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
@@ -872,35 +858,35 @@ def tokens_like(shape, like: Tensor, dtype: torch.dtype) -> Tensor:
     return empty(shape, like, dtype)
 
 
-def over(a, b) -> int:
-    return -(-a // b)
+def power(x, least) -> int:
+    return max(least, 1 << (x - 1).bit_length())
 
 
-def power(x) -> int:
-    return max(16, 1 << (x - 1).bit_length())
-
-
-def config(low, widest) -> Config:
+def config(low, widest) -> tuple[int, dict[str, Config]]:
     return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
 
 
 class Plan:
-    """What the launches of one call share."""
+    """What the launches for inputs of one kind share: sizes, constants, the compiled kernels."""
 
-    def __init__(self, q, k, v, weight, causal, biased):
+    def __init__(self, q, v, weight, curvature, causal, biased):
         self.B, self.H, self.n, self.d = q.shape
         self.KV, self.m, self.e = v.shape[1:]
         self.causal, self.biased = causal, biased
-        self.D, self.M, self.E = power(self.d), power(weight.shape[-1]), power(self.e)
+        self.half = curvature * log2(torch.e) / 2
         low = q.dtype == torch.bfloat16
+        # Rows of 128 bytes at least: with narrower operands of wgmma, kernels compiled by Triton 3.6 and 3.7 read
+        # shared memory where there is none (its issues 10573 and 11366).
+        least = 64 if low else 32
+        self.D, self.M, self.E = (power(x, least) for x in (self.d, weight.shape[-1], self.e))
         widest = max(self.D, self.E)
-        self.config = config(low, widest)
-        self.block, self.R = self.config.block, min(self.M, self.config.features)
+        self.block, self.configs = config(low, widest)
         self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)
         # the interpreter's dot does not know bfloat16
         self.operand = torch.bfloat16 if low and not INTERPRETED else torch.float32
-        self.constants = dict(
+        self.shared = dict(
             WEIGHTS=weight.shape[0],
+            CAUSAL=causal,
             SPLIT=SPLIT and low,
             OPERAND=tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
             PRECISION="tf32" if q.dtype == torch.float16 else "tf32x3" if widest < 256 else "ieee",
@@ -911,21 +897,32 @@ class Plan:
             D=self.D,
             M=self.M,
             E=self.E,
-            R=self.R,
+            H=self.H,
+            KV=self.KV,
         )
+        self.constants: dict = {}
+        self.ready: dict = {}
 
-    def span(self, n, rows) -> int:
+    def span(self, name, n, rows) -> int:
         """Tokens a chunk: one block where causal, else as many as leave enough chunks."""
         if self.causal:
             return self.block
-        chunks = max(1, PARTS * self.R // (self.B * rows * self.M))
+        chunks = max(1, PARTS // (self.B * rows * self.parts(name)))
         return over(over(n, chunks), self.block) * self.block
 
-    def launch(self, name, kernel, grid, pointers, numbers, **constants):
-        options = dict(num_warps=self.config.warps, num_stages=STAGES.get(name, self.config.stages))
-        constants = {**self.constants, **constants}
-        constants = {x: constants[x] for x in kernel.arg_names if x in constants}
-        kernel[grid](*pointers, *numbers, **constants, **options)
+    def parts(self, name) -> int:
+        return over(self.M, self.configs[name].split)
+
+    def launch(self, name, kernel, blocks, rows, pointers, numbers, key=(), **constants):
+        """By the compiled kernel itself from the second time on; `key` is what the plan's own does not cover."""
+
+        def describe():
+            features = min(self.M, self.configs[name].split)
+            every = {**self.shared, "R": features, **constants}
+            grid = blocks * (self.parts(name) if name in PARTED else 1), self.B * rows
+            return name, kernel, grid, numbers, {x: every[x] for x in kernel.arg_names if x in every}
+
+        launch(self, (name, key, tuple(constants.items())), pointers, describe)
 
     def room(self, rows, chunks, like) -> tuple[Tensor, Tensor]:
         """For the states of all chunks: one more than chunks where causal, and only then in the operands' precision."""
@@ -936,12 +933,30 @@ class Plan:
         """The states before (or after) each block, in place; where nothing is causal, the state of all."""
         if not self.causal:
             return slots.sum(2).to(self.operand), sums.sum(2)
-        chunks = slots.shape[2] - 1
-        for x, tile in ((slots, TILE), (sums, 32)):
-            width = x[0, 0, 0].numel()
-            constants = dict(G=rows // self.KV, REVERSE=reverse, GROUP=GROUP, TILE=tile, num_warps=1)
-            _scan[over(width, tile), self.B * rows](x, levels, chunks, width, **constants)
+        for name, x, width, tile in (("slots", slots, self.E * self.M, TILE), ("sums", sums, self.M, 32)):
+            constants = dict(G=rows // self.KV, REVERSE=reverse, GROUP=GROUP, TILE=tile)
+
+            def describe(width=width, tile=tile, constants=constants):
+                return "scan", _scan, (over(width, tile), self.B * rows), (slots.shape[2] - 1, width), constants
+
+            launch(self, (name, rows, reverse), (x, levels), describe)
         return slots, sums
+
+
+PLANS: dict = {}
+
+
+def plan_for(q, k, v, key_bias, weight, curvature, causal) -> Plan:
+    """One plan for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
+    tensors = [x for x in (q, k, v, key_bias) if x is not None]
+    key: tuple = (q.shape, v.shape, weight.shape, q.dtype, q.device, curvature, causal, SPLIT, config)
+    key += tuple(x.stride() for x in tensors) + tuple(x.data_ptr() % 16 == 0 for x in tensors)
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= 1024:
+            PLANS.clear()
+        plan = PLANS[key] = Plan(q, v, weight, curvature, causal, key_bias is not None)
+    return plan
 
 
 def _steps(*tensors):
@@ -953,18 +968,30 @@ def _packed(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+PADDED = WeakIdKeyDictionary()
+BIASES = WeakIdKeyDictionary()
+
+
 def _padded(weight, plan):
     """W to base 2 as (heads, 2, D, M) operands: W rounded, and what the rounding left."""
-    wide = weight.float() * log2(torch.e)
-    wide = torch.nn.functional.pad(wide, (0, plan.M - wide.shape[-1], 0, plan.D - wide.shape[-2]))
-    high = wide.to(plan.operand)
-    return torch.stack([high, (wide - high.float()).to(plan.operand)], 1).contiguous()
+
+    def make():
+        wide = weight.detach().float() * log2(torch.e)
+        wide = torch.nn.functional.pad(wide, (0, plan.M - wide.shape[-1], 0, plan.D - wide.shape[-2]))
+        high = wide.to(plan.operand)
+        return torch.stack([high, (wide - high.float()).to(plan.operand)], 1)
+
+    return kept(PADDED, (weight,), (plan.D, plan.M, plan.operand), make)
 
 
 def _biases(bias, weight, plan):
-    if bias is None:
-        bias = weight.new_zeros(weight.shape[0], weight.shape[-1], dtype=torch.float32)
-    return torch.nn.functional.pad(bias.float() * log2(torch.e), (0, plan.M - bias.shape[-1]), value=-torch.inf)
+    """c to base 2, −∞ for the features beyond the last."""
+
+    def make():
+        own = weight.new_zeros(weight.shape[0], weight.shape[-1]) if bias is None else bias.detach()
+        return torch.nn.functional.pad(own.float() * log2(torch.e), (0, plan.M - own.shape[-1]), value=-torch.inf)
+
+    return kept(BIASES, (weight if bias is None else bias,), (bias is None, plan.M), make)
 
 
 class _Attention(torch.autograd.Function):
@@ -973,35 +1000,35 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal):
         q, k, v = _packed(q), _packed(k), _packed(v)
-        plan = Plan(q, k, v, query_weight, causal, key_bias is not None)
+        if key_bias is not None:
+            key_bias = key_bias.float().contiguous()
+        plan = plan_for(q, k, v, key_bias, query_weight, curvature, causal)
         B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
         Wq = _padded(query_weight, plan)
         Wk = Wq if key_weight is query_weight else _padded(key_weight, plan)
         c = _biases(bias, query_weight, plan)
         o = tokens_like((B, H, n, e), q, v.dtype)
-        half = curvature * log2(torch.e) / 2
         peaks_q, den = empty((2, B, H, n), q)
         peaks, tops, climbs = empty((3, B, KV, m), q)
         maxima, levels = empty((B, KV, plan.blocks_k), q), empty((B, KV, plan.blocks_k + 1), q)
         pointers: tuple[Tensor, ...] = q, q, Wq, c, peaks_q, q, q, q
-        grid = plan.blocks_q, B * H
-        plan.launch("peaks", _peaks, grid, pointers, (*_steps(q), half, n, d), HEADS=H, KEYS=False, BIASED=False)
-        pointers = k, q if key_bias is None else key_bias.float().contiguous(), Wk, c, peaks, tops, climbs, maxima
-        grid = plan.blocks_k, B * KV
-        plan.launch("peaks", _peaks, grid, pointers, (*_steps(k), half, m, d), HEADS=KV, KEYS=True, BIASED=plan.biased)
-        _levels[(B * KV,)](maxima, levels, plan.blocks_k, GROUP=1024, num_warps=4)
-        span = plan.span(m, KV)
+        numbers: tuple = *_steps(q), plan.half, n, d
+        plan.launch("peaks", _peaks, plan.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False)
+        pointers = k, q if key_bias is None else key_bias, Wk, c, peaks, tops, climbs, maxima
+        numbers = *_steps(k), plan.half, m, d
+        plan.launch("peaks", _peaks, plan.blocks_k, KV, pointers, numbers, HEADS=KV, KEYS=True, BIASED=plan.biased)
+        levelled = (B * KV,), (plan.blocks_k,), dict(GROUP=LEVELS)
+        launch(plan, "levels", (maxima, levels), lambda: ("levels", _levels, *levelled))
+        span = plan.span("states", m, KV)
         chunks = over(m, span)
         slots, sums = plan.room(KV, chunks, q)
-        grid = chunks * (plan.M // plan.R), B * KV
-        pointers = k, v, Wk, c, peaks, tops, levels, slots, sums
-        plan.launch("states", _states, grid, pointers, (*_steps(k, v), m, span, chunks, d, e), KV=KV, CAUSAL=causal)
+        pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*_steps(k, v), m, span, chunks, d, e)
+        plan.launch("states", _states, chunks, KV, pointers, numbers)
         slots, sums = plan.join(KV, slots, sums, levels, False)
-        heads = dict(H=H, KV=KV, CAUSAL=causal)
         pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
-        plan.launch("outputs", _outputs, (plan.blocks_q, B * H), pointers, (*_steps(q, k, v, o), n, d, e), **heads)
+        plan.launch("outputs", _outputs, plan.blocks_q, H, pointers, (*_steps(q, k, v, o), n, d, e))
         ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums)
-        ctx.plan, ctx.half = plan, half
+        ctx.plan = plan
         return o
 
     @staticmethod
@@ -1009,27 +1036,25 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums = ctx.saved_tensors
         plan, do = ctx.plan, _packed(do)
         B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
-        heads = dict(H=H, KV=KV, CAUSAL=plan.causal)
+        key = do.dtype, do.stride(), do.data_ptr() % 16 == 0
         kind = q.dtype if H == KV else torch.float32  # the query heads that share a key head are summed below
         dq = tokens_like(q.shape, q, q.dtype)
         dk, dv = tokens_like((B, H, m, d), k, kind), tokens_like((B, H, m, e), v, kind)
         delta = empty((B, H, n), q)
         shares = empty((B, H, m), q) if plan.biased else delta
-        span = plan.span(n, H)
+        span = plan.span("adjoints", n, H)
         chunks = over(n, span)
         back, after = plan.room(H, chunks, q)
-        grid = chunks * (plan.M // plan.R), B * H
         pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
-        plan.launch("adjoints", _adjoints, grid, pointers, (*_steps(q, o, do), n, span, chunks, d, e), **heads)
+        plan.launch("adjoints", _adjoints, chunks, H, pointers, (*_steps(q, o, do), n, span, chunks, d, e), key)
         back, after = plan.join(H, back, after, levels, True)
         pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
-        numbers = *_steps(q, k, v, do, dq), n, d, e
-        plan.launch("queries", _queries, (plan.blocks_q, B * H), pointers, numbers, **heads)
+        plan.launch("queries", _queries, plan.blocks_q, H, pointers, (*_steps(q, k, v, do, dq), n, d, e), key)
         pointers = q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, back, after, shares
-        numbers = *_steps(q, k, v, do, dk, dv), ctx.half, m, d, e
-        grid, heads = (plan.blocks_k, B * H), dict(heads, BIASED=plan.biased)
-        for DK, DV in ((True, False), (False, True)) if plan.config.apart else ((True, True),):
-            plan.launch("keys", _keys, grid, pointers, numbers, DK=DK, DV=DV, **heads)
+        numbers = *_steps(q, k, v, do, dk, dv), plan.half, m, d, e
+        for name in ("dk", "dv"):
+            own = dict(BIASED=plan.biased, DK=name == "dk", DV=name == "dv")
+            plan.launch(name, _keys, plan.blocks_k, H, pointers, numbers, key, **own)
         if H > KV:
             dk, dv = (x.unflatten(1, (KV, -1)).sum(2).to(q.dtype) for x in (dk, dv))
         dbias = None
