@@ -1,10 +1,11 @@
 """Random feature attention on a GPU: is it right, how fast is it, which configurations are best.
 
-    python benchmarks/gpu_random_features.py --check             errors against float64, beside the naive way's
-    python benchmarks/gpu_random_features.py --long              does the error grow with n
-    python benchmarks/gpu_random_features.py --tune              candidates, launch by launch
-    python benchmarks/gpu_random_features.py --bench             the README's table
-    python benchmarks/gpu_random_features.py                     all of it, in about two minutes
+    python benchmarks/gpu_random_features.py                     all of it, in about three minutes:
+    python benchmarks/gpu_random_features.py --core              errors against float64 in the four main cases
+    python benchmarks/gpu_random_features.py --bench             the README's table, and each launch alone
+    python benchmarks/gpu_random_features.py --tune              candidates for each launch, the best of them together
+    python benchmarks/gpu_random_features.py --check             the other cases, each in a process of its own
+    python benchmarks/gpu_random_features.py --one "d16 m64"     one case
 
 Results go to $OUT/gpu_random_features.json, or here. Kernels are compiled by many processes first.
 """
@@ -12,6 +13,7 @@ Results go to $OUT/gpu_random_features.json, or here. Kernels are compiled by ma
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -94,17 +96,21 @@ def poisoned(shape, like, dtype=torch.float32):
     return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 
 
-CHECKS = {
+CORE = {
     "d64 m256": dict(),
-    "n 1024": dict(n=1024),
+    "not causal": dict(causal=False),
     "n 63": dict(n=63),
+    "shared heads": dict(H=4, KV=2, key_bias=True),
+}
+CHECKS = {
+    "d16 m64": dict(d=16, features=64),
+    "d64 m64": dict(features=64),
+    "d32 m20": dict(d=32, features=20),
+    "n 1024": dict(n=1024),
     "n 2": dict(n=2),
     "long q, k": dict(length=3.0),
     "dense, a head": dict(key_bias=True, per_head=True),
-    "shared heads": dict(H=4, KV=2, key_bias=True),
-    "not causal": dict(causal=False),
     "not causal n m": dict(causal=False, n=300, m=1500, key_bias=True),
-    "d16 m64": dict(d=16, features=64),
     "d96 m100": dict(d=96, features=100),
     "d128": dict(d=128),
     "d256": dict(d=256, n=500),
@@ -113,6 +119,8 @@ CHECKS = {
     "fp32": dict(dtype=torch.float32),
     "fp32 d128": dict(dtype=torch.float32, d=128, n=500),
     "fp32 d256": dict(dtype=torch.float32, d=256, n=300),
+    "d64 m256, W in one part": dict(),
+    "long, W in one part": dict(length=3.0),
 }
 
 
@@ -136,23 +144,49 @@ def check_one(case, split=True):
     return mine, theirs, same
 
 
-def check() -> dict:
+def report(name) -> dict:
+    """One case: errors beside the naive way's, and whether two runs agree bit for bit."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    table = {}
-    for name, case in [*CHECKS.items(), ("d64 m256, W in one part", {}), ("long, W in one part", dict(length=3.0))]:
-        try:
-            mine, theirs, same = check_one(case, "one part" not in name)
-        except Exception as error:
-            print(f"{name:24s} FAILED {type(error).__name__} {str(error)[-300:]}", flush=True)
-            table[name] = dict(failed=str(error)[-300:])
-            continue
-        ratio = max(x / y if y else (0 if x < 1e-9 else 99) for x, y in zip(mine, theirs, strict=True))
-        table[name] = dict(error=mine, naive=theirs, worst_ratio=ratio, bit_equal=same)
-        text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in zip(mine, theirs, strict=True))
-        print(
-            f"{name:24s} {'ok ' if ratio <= 2 and same else 'BAD'} x{ratio:.2f} {'' if same else 'MOVES '}{text}",
-            flush=True,
-        )
+    if name == "long n":
+        return long_check()
+    mine, theirs, same = check_one({**CORE, **CHECKS}[name], "one part" not in name)
+    ratio = max(x / y if y else (0 if x < 1e-9 else 99) for x, y in zip(mine, theirs, strict=True))
+    text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in zip(mine, theirs, strict=True))
+    print(
+        f"{name:24s} {'ok ' if ratio <= 2 and same else 'BAD'} x{ratio:.2f} {'' if same else 'MOVES '}{text}",
+        flush=True,
+    )
+    return dict(error=mine, naive=theirs, worst_ratio=ratio, bit_equal=same)
+
+
+def core() -> dict:
+    return {name: report(name) for name in CORE}
+
+
+def check(limit) -> dict:
+    """Each case in a process of its own, a few at a time, so that one that breaks the device breaks nothing else."""
+    waiting, running, table = [*CHECKS, "long n"], {}, {}
+    while waiting or running:
+        while waiting and len(running) < 7 and time.time() - START < limit:
+            name = waiting.pop(0)
+            command = [sys.executable, __file__, "--one", name]
+            pipe = subprocess.PIPE
+            running[name] = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True), time.time()
+        if not running:
+            break
+        for name, (child, since) in list(running.items()):
+            late = time.time() - since > 90
+            if late:
+                child.kill()
+            if late or child.poll() is not None:
+                out, err = child.communicate()
+                table[name] = out if child.returncode == 0 else dict(failed=err[-2000:])
+                wrong = "out of time" if late else " ".join(err.split()[-30:])
+                print(out.rstrip() if child.returncode == 0 else f"{name:24s} FAILED {wrong}", flush=True)
+                del running[name]
+        time.sleep(0.1)
+    if waiting:
+        print("no time for", ", ".join(waiting), flush=True)
     return table
 
 
@@ -195,71 +229,95 @@ def forward_and_both(inputs, options, milliseconds=60):
     return median(forward, milliseconds), median(both, milliseconds), peak
 
 
+# features at a time, warps, stages
 CANDIDATES = {
-    "128/64 w8 s2": (Config(128, 64, 8, 2, False), True),
-    "128/64 w8 s2 apart": (Config(128, 64, 8, 2, True), True),
-    "128/64 w8 s3 apart": (Config(128, 64, 8, 3, True), True),
-    "128/32 w8 s2 apart": (Config(128, 32, 8, 2, True), True),
-    "64/64 w4 s2": (Config(64, 64, 4, 2, False), True),
-    "64/32 w4 s2": (Config(64, 32, 4, 2, False), True),
-    "64/32 w4 s3": (Config(64, 32, 4, 3, False), True),
-    "64/64 w4 s3 apart": (Config(64, 64, 4, 3, True), True),
-    "128/64 w8 s2 one part": (Config(128, 64, 8, 2, True), False),
-    "64/32 w4 s2 one part": (Config(64, 32, 4, 2, False), False),
+    (128, True): [(64, 8, 1), (64, 8, 2), (64, 8, 3), (128, 8, 1), (128, 8, 2)],
+    (64, True): [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2)],
+    (128, False): [(64, 8, 2), (64, 8, 3), (128, 8, 2)],
+    (64, False): [(64, 4, 2), (64, 4, 3)],
 }
 
 
-def candidate(name):
-    config, fused.SPLIT = CANDIDATES[name]
-    fused.config = lambda low, widest: config
+def configured(block, configs):
+    fused.config = lambda low, widest: (block, configs)
 
 
-def by_launch(inputs, options):
-    """ms of each launch of one forward and backward, timed alone."""
-    found = defaultdict(float)
+def usual(block):
+    return dict.fromkeys(fused.LAUNCHES, Config(64, 8 if block == 128 else 4, 2))
+
+
+def recorded(inputs, options, launching=True) -> list:
+    """What `Plan.launch` and `Plan.join` were called with in a forward and backward pass."""
+    calls = []
     real, real_join = fused.Plan.launch, fused.Plan.join
 
-    def timed(plan, name, *args, **constants):
-        real(plan, name, *args, **constants)
-        found[name] += median(lambda: real(plan, name, *args, **constants), 8)
+    def noted(plan, name, *args, **constants):
+        calls.append((name, plan, args, constants))
+        if launching:
+            real(plan, name, *args, **constants)
 
-    def joined(plan, rows, slots, sums, levels, reverse):
-        found["join"] += median(lambda: real_join(plan, rows, slots.clone(), sums.clone(), levels, reverse), 8)
-        found["join"] -= median(slots.clone, 8)
-        return real_join(plan, rows, slots, sums, levels, reverse)
+    def joined(plan, *args):
+        calls.append(("join", plan, args, {}))
+        return real_join(plan, *args) if launching or not plan.causal else args[1:3]
 
-    fused.Plan.launch, fused.Plan.join = timed, joined
+    fused.Plan.launch, fused.Plan.join = noted, joined
     try:
         o = fused.random_features(*inputs, **options)
         torch.autograd.grad(o, inputs, torch.randn_like(o))
     finally:
         fused.Plan.launch, fused.Plan.join = real, real_join
+    return calls
+
+
+def again(call, config=None):
+    """A function that makes a recorded call once more, by another configuration."""
+    name, plan, args, constants = call
+    if name == "join":
+        return lambda: plan.join(*args)
+    if config is not None:
+        plan = copy.copy(plan)
+        plan.configs, plan.ready = {**plan.configs, name: config}, {}
+    return lambda: plan.launch(name, *args, **constants)
+
+
+def by_launch(inputs, options) -> dict:
+    """ms of each launch of one forward and backward, timed alone; those of one name together."""
+    found = defaultdict(float)
+    for call in recorded(inputs, options):
+        found[call[0]] += median(again(call), 10)
     return dict(found)
 
 
-def tune(limit) -> dict:
+def tune() -> dict:
     table = {}
-    usual = fused.config, fused.SPLIT
-    for causal in (True, False):
+    before = fused.config
+    for (block, causal), candidates in CANDIDATES.items():
         inputs, options = draw(H=16, n=65536)
-        for name in CANDIDATES:
-            if time.time() - START > limit:
-                print("out of time", flush=True)
-                break
-            candidate(name)
-            try:
-                f, fb, peak = forward_and_both(inputs, dict(options, causal=causal), 40)
-                parts = by_launch(inputs, dict(options, causal=causal))
-            except Exception as error:
-                print(f"{name:24s} FAILED {type(error).__name__} {str(error)[-200:]}", flush=True)
-                continue
-            finally:
-                fused.config, fused.SPLIT = usual
-            table[f"{name}{'' if causal else ' not causal'}"] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, **parts)
-            text = " ".join(f"{x} {y:.3f}" for x, y in parts.items())
-            print(
-                f"{'' if causal else 'not causal '}{name:24s} {f:.2f} / {fb:.2f} ms {peak:.2f} GiB: {text}", flush=True
-            )
+        options["causal"] = causal
+        kind = f"{'causal' if causal else 'not causal'} block {block}"
+        configured(block, usual(block))
+        calls = recorded(inputs, options)
+        best = {}
+        for name in fused.LAUNCHES:
+            seen = {}
+            for candidate in candidates:
+                try:
+                    own = [again(x, Config(*candidate)) for x in calls if x[0] == name]
+                    seen[candidate] = sum(median(x, 10) for x in own)
+                except Exception as error:
+                    seen[candidate] = float("inf")
+                    if not isinstance(error, triton.runtime.errors.OutOfResources):
+                        print(name, candidate, type(error).__name__, str(error)[-100:], flush=True)
+            best[name] = Config(*min(seen, key=seen.get))
+            table[f"{kind} {name}"] = {"/".join(map(str, x)): y for x, y in seen.items()}
+            print(f"{kind:20s} {name:9s}" + " ".join(f"{'/'.join(map(str, x))} {y:.3f}" for x, y in seen.items()))
+        del calls
+        configured(block, best)
+        f, fb, peak = forward_and_both(inputs, options, 60)
+        table[kind] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, best={x: tuple(y) for x, y in best.items()})
+        text = ", ".join(f"{x}=Config({y.split}, {y.warps}, {y.stages})" for x, y in best.items())
+        print(f"{kind:20s} best {f:.3f} / {fb:.3f} ms {peak:.2f} GiB: dict({text})", flush=True)
+        fused.config = before
     return table
 
 
@@ -314,69 +372,85 @@ def bench() -> dict:
             continue
         table[name] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, floor_ms=low, floor_both_ms=lows)
         print(f"{name:24s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}  {peak:.2f} GiB", flush=True)
+        if name.startswith("B1 N65536") and not work.keys() - {"B", "n"}:
+            parts = by_launch(inputs, dict(options, causal=causal))
+            table[name]["launches_ms"] = parts
+            print("    " + " ".join(f"{x} {y:.3f}" for x, y in parts.items()), flush=True)
     return table
 
 
 def warm(share, of, tuning) -> None:
     """Compiles every `of`-th task, so that many processes fill the cache together."""
-    tasks = [lambda case=case: check_one(case) for case in CHECKS.values()]
-    tasks += [lambda: check_one({}, False)]
 
-    def work(work):
-        work = dict(work)
-        causal = work.pop("causal", True)
+    def work(causal=True, **work):
         inputs, options = draw(**{"H": 16, **work})
         o = fused.random_features(*inputs, **options, causal=causal)
         torch.autograd.grad(o, inputs, torch.randn_like(o))
 
-    def tried(name, causal):
-        usual = fused.config, fused.SPLIT
-        candidate(name)
-        try:
-            work(dict(n=65536, causal=causal))
-        finally:
-            fused.config, fused.SPLIT = usual
+    def tried(block, causal, own):
+        """Sizes that differ from those timed in nothing that Triton compiles for."""
+        inputs, options = draw(H=16, n=2048)
+        configured(block, usual(block))
+        calls = recorded(inputs, dict(options, causal=causal), launching=False)
+        for name, candidate in own:
+            for call in (x for x in calls if x[0] == name):
+                attempt(again(call, Config(*candidate)))
 
-    tasks += [lambda x=x: work(x) for x in WORK.values()]
-    if tuning:
-        tasks += [
-            lambda name=name, causal=causal: tried(name, causal) for name in CANDIDATES for causal in (True, False)
-        ]
-    for task in tasks[share::of]:
+    def attempt(task):
         try:
             task()
         except Exception as error:
             print(type(error).__name__, str(error)[-100:], file=sys.stderr)
 
+    if tuning:
+        for (block, causal), candidates in CANDIDATES.items():
+            every = [(name, x) for x in candidates for name in fused.LAUNCHES]
+            attempt(lambda block=block, causal=causal, every=every: tried(block, causal, every[share::of]))
+        return
+    tasks = [lambda x=x: check_one(x) for x in CORE.values()] + [lambda x=x: work(**x) for x in WORK.values()]
+    for task in tasks[share::of]:
+        attempt(task)
+
+
+def compiled(tuning) -> None:
+    workers = min(14, os.cpu_count() or 1)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, __file__, "--warm"]
+    children = [subprocess.Popen([*command, str(i), str(workers), str(int(tuning))], **quiet) for i in range(workers)]
+    for child in children:
+        child.wait()
+    print(f"compiled after {time.time() - START:.0f} s", flush=True)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--check", "--long", "--tune", "--bench"):
+    for flag in ("--core", "--bench", "--tune", "--check"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--one", choices=[*CORE, *CHECKS, "long n"])
     parser.add_argument("--warm", type=int, nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=float, default=140, help="seconds after which tuning stops")
+    parser.add_argument("--limit", type=float, default=170, help="seconds after which no further case is checked")
     given = parser.parse_args()
     if given.warm:
         warm(*given.warm)
         return
-    every = not (given.check or given.long or given.tune or given.bench)
-    workers = min(14, os.cpu_count() or 1)
-    flags = [sys.executable, __file__, "--warm"]
-    tuning = str(int(given.tune or every))
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = [subprocess.Popen([*flags, str(i), str(workers), tuning], **quiet) for i in range(workers)]
-    for child in children:
-        child.wait()
-    print(
-        f"compiled after {time.time() - START:.0f} s; torch {torch.__version__}, triton {triton.__version__}",
-        flush=True,
-    )
+    if given.one:
+        report(given.one)
+        return
+    every = not (given.core or given.bench or given.tune or given.check)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     path = Path(os.environ.get("OUT", ".")) / "gpu_random_features.json"
     result = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
-    parts = dict(check=check, long=long_check, bench=bench, tune=lambda: tune(given.limit))
+    if every or given.core or given.bench:
+        compiled(tuning=False)
+    parts = dict(core=core, bench=bench, tune=tune, check=lambda: check(given.limit))
     for name, part in parts.items():
         if every or getattr(given, name):
-            result[name] = part()
+            if name == "tune":
+                compiled(tuning=True)
+            try:
+                result[name] = part()
+            except Exception as error:
+                print(f"{name} FAILED {type(error).__name__} {str(error)[-300:]}", flush=True)
             path.write_text(json.dumps(result, indent=1))
             print(f"-- {name}: {time.time() - START:.0f} s", flush=True)
 

@@ -60,6 +60,7 @@ CONFIGS = {
 }
 SPLIT = True  # W as a sum of two bfloat16
 GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan takes at a time
+SCAN = Config(TILE, 1, 3)  # one warp, so that a thread has all blocks of its numbers
 LEVELS = 1024  # blocks of which the levels are found at a time
 
 
@@ -880,7 +881,8 @@ class Plan:
         least = 64 if low else 32
         self.D, self.M, self.E = (power(x, least) for x in (self.d, weight.shape[-1], self.e))
         widest = max(self.D, self.E)
-        self.block, self.configs = config(low, widest)
+        self.block, configs = config(low, widest)
+        self.configs = {**configs, "scan": SCAN}
         self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)
         # the interpreter's dot does not know bfloat16
         self.operand = torch.bfloat16 if low and not INTERPRETED else torch.float32
