@@ -12,7 +12,7 @@
                 adjoints  each block by itself: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
                 scan      the same backwards: R and y after each block
                 queries   dfq = D fk + into (g Sᵀ − δ zᵀ),  D = w ∘ (g vᵀ − δ 1ᵀ);   dq = (dfq ∘ fq) Wqᵀ
-                keys      dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
+                dk, dv    dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
                           dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
     moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
     precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
@@ -876,8 +876,8 @@ class Plan:
         self.causal, self.biased = causal, biased
         self.half = curvature * log2(torch.e) / 2
         low = q.dtype == torch.bfloat16
-        # Rows of 128 bytes at least: with narrower operands of wgmma, kernels compiled by Triton 3.6 and 3.7 read
-        # shared memory where there is none (its issues 10573 and 11366).
+        # Rows of 128 bytes at least: with narrower operands of wgmma, what Triton 3.6 and 3.7 compile may read shared
+        # memory where there is none (its issues 10573 and 11366).
         least = 64 if low else 32
         self.D, self.M, self.E = (power(x, least) for x in (self.d, weight.shape[-1], self.e))
         widest = max(self.D, self.E)
