@@ -105,7 +105,7 @@ class Featured(RecurrentMechanism):
         said = out_of_reach(q)
         if not self.normalise:
             said.append("features are shifted there, which only the normaliser takes out again.")
-        if self.log_decay() is not None:
+        if self.log_decay() is not None or self.kernel is not chunked_linear:
             said.append("there is no decay.")
         if segments is not None:
             said.append("there are no segments.")
