@@ -1,0 +1,254 @@
+"""Which keys a query sees, as two intervals a query; which queries see a key, as two intervals a key.
+
+A pattern reaches the fused kernels as six numbers. With i and j counted from the start of the segment,
+
+    j visible from i    i < heads or j < sinks      j ≤ i + limit
+                        otherwise                   i − before ≤ j ≤ i + after  and  ⌊i/block⌋ = ⌊j/block⌋
+
+and that gives each query a near interval [lo, hi) and a prefix [start, stop) that do not meet; each key likewise. So
+windows, blocks, causal and full attention, sinks, leading global tokens and packed segments are one program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from heedful.patterns import Blocks, Causal, Full, Global, Pattern, Window, _And, _Or
+from heedful.segments import Segments, resolve
+from heedful.shapes import Int, Tensor
+
+FAR = 1 << 29  # farther than any token
+NOWHERE = 1 << 30  # the lo of a query or key that takes no part
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A pattern in six numbers; `near` is empty where before < 0, there are no blocks where block = 0."""
+
+    before: int = FAR
+    after: int = FAR
+    block: int = 0
+    sinks: int = 0
+    heads: int = 0
+    limit: int = FAR
+
+    @property
+    def is_plain(self) -> bool:
+        """No token is special."""
+        return self.sinks == self.heads == 0
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> Reach | None:
+        """The pattern's numbers; None where six do not describe it."""
+        match pattern:
+            case Full():
+                return cls()
+            case Causal():
+                return cls(after=0, limit=0)
+            case Window(before, after, sinks):
+                return cls(before, after, sinks=sinks, limit=after)
+            case Blocks(size):
+                return cls(block=size)
+            case Global(indices) if indices == tuple(range(len(indices))):
+                return cls(-1, -1, sinks=len(indices), heads=len(indices))
+            case _And(left, right):
+                return _both(cls.of(left), cls.of(right))
+            case _Or(left, right):
+                return _either(cls.of(left), cls.of(right))
+        return None
+
+
+def _both(x: Reach | None, y: Reach | None) -> Reach | None:
+    if x is None or y is None:
+        return None
+    if x.is_plain:
+        x, y = y, x
+    after = min(x.after, y.after)
+    if not x.is_plain:  # a special token's row or column is cut by a limit to the right, by nothing else
+        one_sided = y.is_plain and y.before == FAR and not y.block
+        return replace(x, after=after, limit=min(x.limit, y.after)) if one_sided else None
+    small, large = sorted((x.block, y.block))
+    if small and large % small:
+        return None
+    return Reach(min(x.before, y.before), after, small or large)
+
+
+def _either(x: Reach | None, y: Reach | None) -> Reach | None:
+    if x is None or y is None:
+        return None
+    for one in (x, y):
+        if one == Reach():
+            return one
+    if x.before < 0 or y.before < 0:
+        near = y if x.before < 0 else x
+        before, after, block = near.before, near.after, near.block
+    elif x.block or y.block:
+        return None
+    else:
+        before, after, block = max(x.before, y.before), max(x.after, y.after), 0
+    if y.is_plain or _covers(x, y):
+        special = x
+    elif x.is_plain or _covers(y, x):
+        special = y
+    else:
+        return None
+    found = Reach(before, after, block, special.sinks, special.heads, special.limit)
+    return found if found.is_plain or after <= found.limit else None
+
+
+def _covers(x: Reach, y: Reach) -> bool:
+    return x.sinks >= y.sinks and x.heads >= y.heads and x.limit >= y.limit
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """(*s, 4, n) and (*s, 4, m): lo, hi, start, stop of every query and of every key; lo = NOWHERE: takes no part.
+
+    first_rows and first_keys count the leading queries and keys that may see, or be seen by, the whole sequence:
+    too much for one program. Under segments they are 0.
+    """
+
+    rows: Int[Tensor, "*s 4 n"]
+    keys: Int[Tensor, "*s 4 m"]
+    first_rows: int
+    first_keys: int
+    segmented: bool
+
+
+def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: torch.device) -> Intervals:
+    """The intervals of every query and key; those of the last lengths and segments are kept."""
+    if segments is None:
+        return _unsegmented(reach, n, m, device)
+    parts = segments if isinstance(segments, tuple) else (segments,)
+    key = reach, n, m, tuple(id(part) for part in parts)
+    known, found = _recent.get(key, ((), None))
+    if found is None or not all(mark.holds(part) for mark, part in zip(known, parts, strict=True)):
+        found = _segmented(reach, n, m, segments)
+        if len(_recent) >= 8:
+            _recent.clear()
+        _recent[key] = tuple(_Mark(part) for part in parts), found
+    return found
+
+
+class _Mark:
+    """Recognises a tensor that has not been changed since; the layers of a model share their segments."""
+
+    def __init__(self, x: Tensor):
+        self.ref, self.version = weakref.ref(x), _version(x)
+
+    def holds(self, x: Tensor) -> bool:
+        return self.ref() is x and self.version is not None and self.version == _version(x)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+_recent: dict[tuple, tuple[tuple[_Mark, ...], Intervals]] = {}
+
+
+@lru_cache(32)
+def _unsegmented(reach: Reach, n: int, m: int, device: torch.device) -> Intervals:
+    i, j = torch.arange(m - n, m, device=device), torch.arange(m, device=device)
+    rows = _of_queries(reach, i, 0, m)
+    keys = _of_keys(reach, j, 0, n, m - n)
+    first_rows = min(max(reach.heads - (m - n), 0), n)
+    return Intervals(rows, keys, first_rows, min(reach.sinks, m), False)
+
+
+def _segmented(reach: Reach, n: int, m: int, segments: Segments) -> Intervals:
+    layout = resolve(segments, n, m)
+    lead = torch.broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
+    query_ids, key_ids = (x.expand(*lead, -1).contiguous() for x in (layout.query_ids, layout.key_ids))
+    i, j = (x.expand(*lead, -1) for x in (layout.query_positions, layout.key_positions))
+    among_keys, among_queries = _Runs(key_ids), _Runs(query_ids)
+    start, count = among_keys.of(query_ids)
+    rows = _without(_of_queries(reach, i, start, count), (query_ids < 0) | (count == 0))
+    start, queries = among_queries.of(key_ids)
+    _, count = among_keys.of(key_ids)
+    keys = _without(_of_keys(reach, j, start, queries, count - queries), (key_ids < 0) | (queries == 0))
+    return Intervals(rows, keys, 0, 0, True)
+
+
+class _Runs:
+    """Where each id begins and how often it occurs."""
+
+    def __init__(self, ids: Tensor):
+        self.ordered, self.order = ids.sort(dim=-1, stable=True)
+
+    def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.searchsorted(self.ordered, ids)
+        count = torch.searchsorted(self.ordered, ids, right=True) - first
+        if not self.order.shape[-1]:
+            return first, count
+        return self.order.gather(-1, first.clamp(max=self.order.shape[-1] - 1)), count
+
+
+def are_runs(segments: Segments) -> bool:
+    """Whether every segment is one run of tokens; one wait for the device for each new tensor of segments."""
+    return all(_is_run(part) for part in (segments if isinstance(segments, tuple) else (segments,)))
+
+
+_last_runs: list[tuple[_Mark, bool]] = []
+
+
+def _is_run(ids: Tensor) -> bool:
+    for mark, answer in _last_runs:
+        if mark.holds(ids):
+            return answer
+    flat = ids.reshape(-1, ids.shape[-1]).long()
+    ordered, order = flat.sort(dim=-1, stable=True)
+    apart = (ordered[:, 1:] == ordered[:, :-1]) & (order[:, 1:] != order[:, :-1] + 1) & (ordered[:, 1:] >= 0)
+    answer = not bool(apart.any())
+    _last_runs.append((_Mark(ids), answer))
+    del _last_runs[:-4]
+    return answer
+
+
+def _of_queries(reach: Reach, i: Tensor, start, count) -> Tensor:
+    """lo, hi, start, stop among the keys of queries at position i; their segment has `count` keys from `start` on."""
+    lo, hi = i - reach.before, i + reach.after + 1
+    if reach.block:
+        first = i.div(reach.block, rounding_mode="floor") * reach.block
+        lo, hi = torch.maximum(lo, first), torch.minimum(hi, first + reach.block)
+    end = i + reach.limit + 1
+    special = i < reach.heads
+    lo = torch.where(special, 0, lo.clamp(min=reach.sinks))
+    hi = torch.where(special, end, hi)
+    stop = torch.where(special, 0, end.clamp(max=reach.sinks))
+    return _stacked(lo, hi, torch.zeros_like(i), stop, start, count, 0)
+
+
+def _of_keys(reach: Reach, j: Tensor, start, count, shift) -> Tensor:
+    """The same among the queries, for keys at position j; their segment's queries start at position `shift`."""
+    lo, hi = j - reach.after, j + reach.before + 1
+    if reach.block:
+        first = j.div(reach.block, rounding_mode="floor") * reach.block
+        lo, hi = torch.maximum(lo, first), torch.minimum(hi, first + reach.block)
+    begin = j - reach.limit
+    special = j < reach.sinks
+    lo = torch.where(special, begin, lo.clamp(min=reach.heads))
+    hi = torch.where(special, FAR, hi)
+    stop = torch.where(special, 0, torch.full_like(j, reach.heads))
+    return _stacked(lo, hi, begin, stop, start, count, shift)
+
+
+def _stacked(lo, hi, begin, stop, start, count, shift) -> Tensor:
+    """Positions cut to [shift, shift + count) and moved to where that lies, from `start` on."""
+
+    def cut(x):
+        return torch.minimum((x - shift).clamp(min=0), torch.as_tensor(count, device=x.device)) + start
+
+    lo, hi, begin, stop = (cut(x) for x in (lo, hi, begin, stop))
+    empty = stop <= begin
+    begin, stop = torch.where(empty, NOWHERE, begin), torch.where(empty, 0, stop)
+    return torch.stack([lo, torch.maximum(lo, hi), begin, stop], -2).int()
+
+
+def _without(x: Tensor, dead: Tensor) -> Tensor:
+    nothing = torch.tensor([NOWHERE, 0, NOWHERE, 0], dtype=x.dtype, device=x.device)[:, None]
+    return torch.where(dead[..., None, :], nothing, x).contiguous()

@@ -1,0 +1,386 @@
+"""The gradients of softmax attention in Triton, and its adjoint.
+
+    p_ij = 2^(x_ij − lse_i) again from q, k and lse;   δ_i = do_i·o_i;   ds = p ∘ (do vᵀ − δ)
+    queries     a block of queries over its keys:   dq = scale · ds k      (writes δ for the keys)
+    keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  heads that share keys one after another
+    adjoint     the same walk, dv alone:            Aᵀ y = pᵀ y
+
+Both walks are those of triton_forward.py, the second by the intervals of the keys. No atomics: a first key that every
+query sees is walked in parts, which are added up in a fixed order.
+"""
+
+# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.softmax.triton_forward import NOWHERE, cut, exp2, reach_of, read, sees, share, takes_part, write
+
+
+@triton.jit
+def _add_keys(
+    q,
+    do,
+    lse,
+    delta,
+    dq,
+    start,
+    seen,
+    real,
+    k,
+    v,
+    sk_n,
+    sv_n,
+    scale,
+    d,
+    e,
+    in_d,
+    in_e,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq gains the part of one tile of keys."""
+    within = tl.arange(0, TILE)
+    keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
+    values = read(v, start, sv_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
+    x = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    p = exp2(x * scale - lse[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(OPERAND), keys, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "sdq_part"])
+def queries(
+    q,
+    k,
+    v,
+    o,
+    do,
+    lse,
+    delta,
+    dq,
+    rows,
+    keys,
+    sq_b,
+    sq_g,
+    sq_p,
+    sq_n,
+    sk_b,
+    sk_g,
+    sk_n,
+    sv_b,
+    sv_g,
+    sv_n,
+    so_b,
+    so_g,
+    so_p,
+    so_n,
+    sdo_b,
+    sdo_g,
+    sdo_p,
+    sdo_n,
+    sdq_b,
+    sdq_g,
+    sdq_p,
+    sdq_n,
+    sdq_part,
+    rows_b,
+    rows_g,
+    keys_b,
+    keys_g,
+    n,
+    m,
+    d,
+    e,
+    skip,
+    stop,
+    blocks,
+    scale,
+    factor,
+    G,
+    P,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq and δ of queries [skip, stop) of every head."""
+    block = blocks - 1 - tl.program_id(0) % blocks
+    rest = tl.program_id(0) // blocks
+    part = rest % PARTS
+    head = rest // PARTS
+    b = (head // P // G).to(tl.int64)
+    g = (head // P % G).to(tl.int64)
+    p = (head % P).to(tl.int64)
+    q += b * sq_b + g * sq_g + p * sq_p
+    k += b * sk_b + g * sk_g
+    v += b * sv_b + g * sv_g
+    o += b * so_b + g * so_g + p * so_p
+    do += b * sdo_b + g * sdo_g + p * sdo_p
+    dq += b * sdq_b + g * sdq_g + p * sdq_p + part.to(tl.int64) * sdq_part
+    lse += head.to(tl.int64) * n
+    delta += head.to(tl.int64) * n
+    rows += b * rows_b + g * rows_g
+    keys += b * keys_b + g * keys_g
+
+    start = block * ROWS
+    within = tl.arange(0, ROWS)
+    i = start + within
+    here = (i >= skip) & (i < stop)
+    lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
+    first, total, left, right = cut(lo, hi, late, until, TILE)
+
+    in_d = tl.arange(0, D)
+    in_e = tl.arange(0, E)
+    real = here & (lo != NOWHERE)
+    query = read(q, start, sq_n, within, in_d, real, d, True, EVEN_D).to(OPERAND)
+    dout = read(do, start, sdo_n, within, in_e, real, e, True, EVEN_E)
+    out = read(o, start, so_n, within, in_e, real, e, True, EVEN_E)
+    dot = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    dout = dout.to(OPERAND)
+    level = tl.load(lse + i, mask=real, other=float("inf"))
+    if part == 0:
+        tl.store(delta + i, dot, mask=here)
+    acc = tl.zeros([ROWS, D], tl.float32)
+
+    if PREFIX:
+        if part == 0:
+            for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
+                at = base + t * PREFIX
+                j = at + tl.arange(0, PREFIX)
+                real = takes_part(keys, j, m, SEGMENTS)
+                seen = real[None, :] & (j[None, :] < end[:, None])
+                acc = _add_keys(
+                    query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
+                    PREFIX, True, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                )  # fmt: skip
+    begin, finish = share(left + total - right, part, PARTS)
+    for t in range(begin, finish):
+        at = first + tl.where(t < left, t, t - left + right) * TILE
+        j = at + tl.arange(0, TILE)
+        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
+        real = takes_part(keys, j, m, SEGMENTS)
+        acc = _add_keys(
+            query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
+            TILE, True, EVEN_D, EVEN_E, OPERAND, PRECISION,
+        )  # fmt: skip
+    begin, finish = share(right - left, part, PARTS)
+    for t in range(begin, finish):
+        at = first + (left + t) * TILE
+        acc = _add_keys(
+            query, dout, level, dot, acc, at, here, here, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
+            TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION,
+        )  # fmt: skip
+
+    write(dq, start, sdq_n, within, in_d, here, d, acc * factor)
+
+
+@triton.jit
+def _add_queries(
+    k,
+    v,
+    dk,
+    dv,
+    start,
+    seen,
+    real,
+    q,
+    do,
+    lse,
+    delta,
+    sq_n,
+    sdo_n,
+    scale,
+    d,
+    e,
+    in_d,
+    in_e,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DK: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv gain the part of one tile of queries."""
+    within = tl.arange(0, TILE)
+    query = read(q, start, sq_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
+    dout = read(do, start, sdo_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
+    if MASKED:
+        level = tl.load(lse + start + within, mask=real, other=float("inf"))
+    else:
+        level = tl.load(lse + start + within)
+    x = tl.dot(k, tl.trans(query), input_precision=PRECISION)
+    p = exp2(x * scale - level[None, :])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(OPERAND), dout, dv, input_precision=PRECISION)
+    if DK:
+        if MASKED:
+            dot = tl.load(delta + start + within, mask=real, other=0.0)
+        else:
+            dot = tl.load(delta + start + within)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds = p * (dp - dot[None, :])
+        dk = tl.dot(ds.to(OPERAND), query, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "sdk_part", "sdv_part")
+    ]
+)
+def keys(
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dk,
+    dv,
+    rows,
+    keys,
+    sq_b,
+    sq_g,
+    sq_p,
+    sq_n,
+    sk_b,
+    sk_g,
+    sk_n,
+    sv_b,
+    sv_g,
+    sv_n,
+    sdo_b,
+    sdo_g,
+    sdo_p,
+    sdo_n,
+    sdk_b,
+    sdk_g,
+    sdk_n,
+    sdk_part,
+    sdv_b,
+    sdv_g,
+    sdv_n,
+    sdv_part,
+    rows_b,
+    rows_g,
+    keys_b,
+    keys_g,
+    n,
+    m,
+    d,
+    e,
+    skip,
+    stop,
+    blocks,
+    scale,
+    factor,
+    G,
+    P,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DK: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv, or dv alone, of keys [skip, stop) of every head of keys."""
+    block = tl.program_id(0) % blocks  # the first keys of a causal pattern are seen by most
+    rest = tl.program_id(0) // blocks
+    part = rest % PARTS
+    head = rest // PARTS
+    columns = tl.program_id(1)
+    b = (head // G).to(tl.int64)
+    g = (head % G).to(tl.int64)
+    q += b * sq_b + g * sq_g
+    k += b * sk_b + g * sk_g
+    v += b * sv_b + g * sv_g
+    do += b * sdo_b + g * sdo_g
+    dk += b * sdk_b + g * sdk_g + part.to(tl.int64) * sdk_part
+    dv += b * sdv_b + g * sdv_g + part.to(tl.int64) * sdv_part
+    lse += head.to(tl.int64) * P * n
+    delta += head.to(tl.int64) * P * n
+    rows += b * rows_b + g * rows_g
+    keys += b * keys_b + g * keys_g
+
+    start = block * ROWS
+    within = tl.arange(0, ROWS)
+    j = start + within
+    here = (j >= skip) & (j < stop)
+    lo, hi, base, end, late, until = reach_of(keys, m, j, here, PREFIX, SEGMENTS)
+    first, total, left, right = cut(lo, hi, late, until, TILE)
+
+    in_d = tl.arange(0, D)
+    in_e = columns * E + tl.arange(0, E)
+    real = here & (lo != NOWHERE)
+    key = read(k, start, sk_n, within, in_d, real, d, True, EVEN_D).to(OPERAND)
+    value = key
+    if DK:
+        value = read(v, start, sv_n, within, in_e, real, e, True, EVEN_E).to(OPERAND)
+    acc_k = tl.zeros([ROWS, D], tl.float32)
+    acc_v = tl.zeros([ROWS, E], tl.float32)
+
+    for _ in range(0, P):
+        if PREFIX:
+            if part == 0:
+                # a limit to the right makes the prefix of each key begin elsewhere: mask by its own beginning
+                begin = tl.load(keys + 2 * m + j, mask=here, other=NOWHERE)
+                for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
+                    at = base + t * PREFIX
+                    i = at + tl.arange(0, PREFIX)
+                    real = takes_part(rows, i, n, SEGMENTS)
+                    seen = real[None, :] & (i[None, :] < end[:, None]) & (i[None, :] >= begin[:, None])
+                    acc_k, acc_v = _add_queries(
+                        key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
+                        in_d, in_e, PREFIX, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                    )  # fmt: skip
+        begin_t, finish = share(left + total - right, part, PARTS)
+        for t in range(begin_t, finish):
+            at = first + tl.where(t < left, t, t - left + right) * TILE
+            i = at + tl.arange(0, TILE)
+            seen = sees(i, lo, hi, late, until, PREFIX, SEGMENTS)
+            real = takes_part(rows, i, n, SEGMENTS)
+            acc_k, acc_v = _add_queries(
+                key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
+                in_d, in_e, TILE, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            )  # fmt: skip
+        begin_t, finish = share(right - left, part, PARTS)
+        for t in range(begin_t, finish):
+            at = first + (left + t) * TILE
+            acc_k, acc_v = _add_queries(
+                key, value, acc_k, acc_v, at, here, here, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
+                in_d, in_e, TILE, False, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            )  # fmt: skip
+        q += sq_p
+        do += sdo_p
+        lse += n
+        delta += n
+
+    real = here & (lo != NOWHERE)
+    write(dv, start, sdv_n, within, in_e, here, e, tl.where(real[:, None], acc_v, 0.0))
+    if DK:
+        write(dk, start, sdk_n, within, in_d, here, d, tl.where(real[:, None], acc_k * factor, 0.0))
