@@ -61,7 +61,7 @@ def log_sum_exp(
     """log₂ Σ_j exp(scale · q·k_j) over the visible keys, (*batch, n); +∞ where there are none."""
     plan = _plan(q, k, k, pattern, segments, scale)
     with _on(q):
-        return launches.attend(plan, values=False)[1].reshape(*plan.at.batch, -1)
+        return launches.log_sum_exp(plan).reshape(*plan.at.batch, -1)
 
 
 def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:

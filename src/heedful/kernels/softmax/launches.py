@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from heedful.kernels.softmax import triton_backward, triton_forward
+from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
 from heedful.kernels.softmax.reach import Intervals, Reach
 from heedful.kernels.softmax.triton_forward import INTERPRETED
 from heedful.shapes import Tensor
@@ -28,12 +28,30 @@ class Config(NamedTuple):
 
 # The key is the width (d and e up to it) and the bytes of an element.
 CONFIGS = {
-    (64, 2): dict(attend=Config(128, 64, 4, 3), queries=Config(128, 64, 8, 3), keys=Config(128, 64, 8, 3)),
-    (128, 2): dict(attend=Config(128, 64, 8, 3), queries=Config(64, 64, 4, 2), keys=Config(64, 64, 4, 2)),
-    (256, 2): dict(attend=Config(64, 64, 8, 2), queries=Config(64, 32, 8, 2), keys=Config(64, 32, 8, 2)),
-    (64, 4): dict(attend=Config(64, 32, 4, 2), queries=Config(64, 32, 4, 2), keys=Config(64, 32, 4, 2)),
-    (128, 4): dict(attend=Config(64, 32, 8, 2), queries=Config(32, 32, 4, 1), keys=Config(32, 32, 4, 1)),
-    (256, 4): dict(attend=Config(32, 32, 4, 1), queries=Config(32, 16, 4, 1), keys=Config(32, 16, 4, 1)),
+    (64, 2): dict(
+        attend=Config(128, 64, 4, 3),
+        queries=Config(128, 64, 8, 3),
+        keys=Config(128, 64, 8, 3),
+        adjoint=Config(128, 64, 4, 3),
+        statistics=Config(128, 64, 4, 3),
+    ),
+    (128, 2): dict(
+        attend=Config(128, 64, 8, 3),
+        queries=Config(128, 64, 8, 2),
+        keys=Config(64, 64, 8, 2),
+        adjoint=Config(128, 64, 8, 2),
+        statistics=Config(128, 64, 8, 2),
+    ),
+    (256, 2): dict(
+        attend=Config(64, 64, 8, 2),
+        queries=Config(64, 32, 8, 2),
+        keys=Config(64, 32, 8, 2),
+        adjoint=Config(64, 32, 8, 2),
+        statistics=Config(64, 32, 8, 2),
+    ),
+    (64, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 4, 2)),
+    (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 4, 1)),
+    (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 16, 4, 1)),
 }
 PROGRAMS = 264  # parts of a long row or column that fill 132 multiprocessors twice
 
@@ -155,11 +173,20 @@ class Plan:
         return min(most, over(PROGRAMS, heads * over(rows, config.rows)))
 
 
-def attend(plan: Plan, values: bool = True) -> tuple[Tensor | None, Tensor]:
-    """o (B, G, P, n, e), or None, and lse (B, G, P, n) in base 2."""
-    q, v = plan.at.q, plan.at.v
+def attend(plan: Plan) -> tuple[Tensor, Tensor]:
+    """o (B, G, P, n, e) and lse (B, G, P, n) in base 2."""
+    o = _like_queries(plan)
+    return o, _attend_all(plan, o)
+
+
+def log_sum_exp(plan: Plan) -> Tensor:
+    """lse (B, G, P, n) in base 2."""
+    return _attend_all(plan, None)
+
+
+def _attend_all(plan: Plan, o: Tensor | None) -> Tensor:
+    q = plan.at.q
     lse = empty((plan.B, plan.G, plan.P, plan.n), q)
-    o = _like_queries(plan) if values else None
     first = plan.where.first_rows
     if first < plan.n:
         _attend(plan, o, lse, first, plan.n, 1, plan.reach.sinks)
@@ -167,10 +194,10 @@ def attend(plan: Plan, values: bool = True) -> tuple[Tensor | None, Tensor]:
         parts = plan.parts(plan.heads, first, plan.m, "attend")
         shape = (parts, plan.B, plan.G, plan.P, first)
         some_lse = empty(shape, q)
-        some = empty((*shape, plan.e), q) if values else None
+        some = None if o is None else empty((*shape, plan.e), q)
         _attend(plan, some, some_lse, 0, first, parts, 0)
-        _merge(o, lse, some, some_lse, v.dtype)
-    return o, lse
+        _merge(o, lse, some, some_lse)
+    return lse
 
 
 def _attend(plan: Plan, o, lse, skip, stop, parts, prefix) -> None:
@@ -192,7 +219,7 @@ def _attend(plan: Plan, o, lse, skip, stop, parts, prefix) -> None:
     )
 
 
-def _merge(o, lse, some, some_lse, dtype) -> None:
+def _merge(o, lse, some, some_lse) -> None:
     """Parts of the first rows made one: o = Σ 2^(lse_p − lse) o_p."""
     first = some_lse.shape[-1]
     level = some_lse.masked_fill(some_lse == torch.inf, -torch.inf)
@@ -201,13 +228,13 @@ def _merge(o, lse, some, some_lse, dtype) -> None:
     mass = weight.sum(0)
     lse[..., :first] = torch.where(mass > 0, peak + mass.log2(), torch.inf)
     if o is not None:
-        o[..., :first, :] = ((weight / mass.clamp(min=1))[..., None] * some).sum(0).to(dtype)
+        o[..., :first, :] = ((weight / mass.clamp(min=1))[..., None] * some).sum(0).to(o.dtype)
 
 
 def _like_queries(plan: Plan) -> Tensor:
     """The output, tokens before heads in memory where q has them so."""
     q = plan.at.q
-    if plan.d == plan.e and q.stride(-2) > q.stride(-3) and q.is_non_overlapping_and_dense():
+    if q.stride(-2) > max(q.stride(1), q.stride(2)):
         return empty((plan.B, plan.n, plan.G, plan.P, plan.e), q, q.dtype).permute(0, 2, 3, 1, 4)
     return empty((plan.B, plan.G, plan.P, plan.n, plan.e), q, q.dtype)
 
@@ -258,23 +285,25 @@ def _all_keys(plan: Plan, lse, do, delta, dk, dv) -> None:
     if first < plan.m:
         _keys(plan, lse, do, delta, dk, dv, first, plan.m, 1, plan.reach.heads)
     if first:
-        parts = plan.parts(plan.B * plan.G, first, plan.n, "keys")
+        parts = plan.parts(plan.B * plan.G, first, plan.n, "adjoint" if dk is None else "keys")
         some_v = empty((parts, *dv.shape[:2], first, plan.e), dv)
-        some_k = None if dk is None else empty((parts, *dk.shape[:2], first, plan.d), dv)
-        _keys(plan, lse, do, delta, some_k, some_v, 0, first, parts, 0)
+        some_k = some_v[..., :0] if dk is None else empty((parts, *dk.shape[:2], first, plan.d), dv)
+        _keys(plan, lse, do, delta, None if dk is None else some_k, some_v, 0, first, parts, 0)
         dv[..., :first, :] = some_v.sum(0).to(dv.dtype)
         if dk is not None:
             dk[..., :first, :] = some_k.sum(0).to(dk.dtype)
 
 
 def _keys(plan: Plan, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
-    at = plan.at
+    at, alone = plan.at, dk is None
+    if alone:
+        dk, delta = dv, lse  # not touched
     steps = do.stride()[:4]
     for x in (dk, dv):
-        steps += (0,) * 4 if x is None else (*x.stride()[-4:-1], x.stride(0) if x.ndim == 5 else 0)
+        steps += (*x.stride()[-4:-1], x.stride(0) if x.ndim == 5 else 0)
     plan.launch(
         triton_backward.keys,
-        "keys",
+        "adjoint" if alone else "keys",
         (
             at.q,
             at.k,
@@ -294,5 +323,28 @@ def _keys(plan: Plan, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None
         stop,
         parts,
         prefix,
-        DK=dk is not None,
+        DK=not alone,
     )
+
+
+def statistics(plan: Plan) -> tuple[Tensor, ...]:
+    """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n)."""
+    at, config = plan.at, plan.configs["statistics"]
+    shape = (plan.B, plan.G, plan.P, plan.n)
+    found = tuple(empty(shape, at.q) for _ in range(4))
+    places = empty(shape, at.q, torch.int32)
+    blocks = over(plan.n, config.rows)
+    prefix = plan.reach.sinks
+    constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION")}
+    triton_rows.statistics[(blocks * plan.heads,)](
+        *(at.q, at.k, *found, places, plan.rows, plan.keys),
+        *(*at.q.stride()[:4], *at.k.stride()[:3], *plan.tables()),
+        *(plan.n, plan.m, plan.d, blocks, plan.scale * LOG2E, plan.G, plan.P),
+        **constants,
+        ROWS=config.rows,
+        TILE=config.tile,
+        PREFIX=min(power(prefix), config.tile) if prefix else 0,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return *found, places

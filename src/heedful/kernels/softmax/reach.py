@@ -252,3 +252,16 @@ def _stacked(lo, hi, begin, stop, start, count, shift) -> Tensor:
 def _without(x: Tensor, dead: Tensor) -> Tensor:
     nothing = torch.tensor([NOWHERE, 0, NOWHERE, 0], dtype=x.dtype, device=x.device)[:, None]
     return torch.where(dead[..., None, :], nothing, x).contiguous()
+
+
+def inside(where: Intervals, n: int, m: int, least: int | None, most: int | None) -> Intervals:
+    """The same for the keys at offsets least … most alone, both inside; only the intervals of the queries hold."""
+    i = torch.arange(m - n, m, device=where.rows.device)
+    lo, hi, start, stop = where.rows.long().unbind(-2)
+    dead, cuts = lo == NOWHERE, (torch.maximum, torch.minimum)
+    begin, end = i + (-FAR if least is None else least), i + (FAR if most is None else most) + 1
+    lo, hi, start, stop = (f(x, y) for f, x, y in zip(cuts * 2, (lo, hi, start, stop), (begin, end) * 2, strict=True))
+    empty = stop <= start
+    start, stop = torch.where(empty, NOWHERE, start), torch.where(empty, 0, stop)
+    rows = torch.stack([lo, torch.maximum(lo, hi), start, stop], -2).int()
+    return replace(where, rows=_without(rows, dead), first_rows=0, first_keys=0)

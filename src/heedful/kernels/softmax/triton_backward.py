@@ -2,14 +2,14 @@
 
     p_ij = 2^(x_ij − lse_i) again from q, k and lse;   δ_i = do_i·o_i;   ds = p ∘ (do vᵀ − δ)
     queries     a block of queries over its keys:   dq = scale · ds k      (writes δ for the keys)
-    keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  heads that share keys one after another
+    keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  one query head after another
     adjoint     the same walk, dv alone:            Aᵀ y = pᵀ y
 
 Both walks are those of triton_forward.py, the second by the intervals of the keys. No atomics: a first key that every
 query sees is walked in parts, which are added up in a fixed order.
 """
 
-# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
+# ruff: noqa: SIM102, SIM108 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 import triton
@@ -147,13 +147,13 @@ def queries(
 
     in_d = tl.arange(0, D)
     in_e = tl.arange(0, E)
-    real = here & (lo != NOWHERE)
-    query = read(q, start, sq_n, within, in_d, real, d, True, EVEN_D).to(OPERAND)
-    dout = read(do, start, sdo_n, within, in_e, real, e, True, EVEN_E)
-    out = read(o, start, so_n, within, in_e, real, e, True, EVEN_E)
+    alive = here & (lo != NOWHERE)
+    query = read(q, start, sq_n, within, in_d, alive, d, True, EVEN_D).to(OPERAND)
+    dout = read(do, start, sdo_n, within, in_e, alive, e, True, EVEN_E)
+    out = read(o, start, so_n, within, in_e, alive, e, True, EVEN_E)
     dot = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     dout = dout.to(OPERAND)
-    level = tl.load(lse + i, mask=real, other=float("inf"))
+    level = tl.load(lse + i, mask=alive, other=float("inf"))
     if part == 0:
         tl.store(delta + i, dot, mask=here)
     acc = tl.zeros([ROWS, D], tl.float32)
@@ -187,7 +187,7 @@ def queries(
             TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION,
         )  # fmt: skip
 
-    write(dq, start, sdq_n, within, in_d, here, d, acc * factor)
+    write(dq, start, sdq_n, within, in_d, here, d, tl.where(alive[:, None], acc * factor, 0.0))
 
 
 @triton.jit
@@ -336,11 +336,11 @@ def keys(
 
     in_d = tl.arange(0, D)
     in_e = columns * E + tl.arange(0, E)
-    real = here & (lo != NOWHERE)
-    key = read(k, start, sk_n, within, in_d, real, d, True, EVEN_D).to(OPERAND)
+    alive = here & (lo != NOWHERE)
+    key = read(k, start, sk_n, within, in_d, alive, d, True, EVEN_D).to(OPERAND)
     value = key
     if DK:
-        value = read(v, start, sv_n, within, in_e, real, e, True, EVEN_E).to(OPERAND)
+        value = read(v, start, sv_n, within, in_e, alive, e, True, EVEN_E).to(OPERAND)
     acc_k = tl.zeros([ROWS, D], tl.float32)
     acc_v = tl.zeros([ROWS, E], tl.float32)
 
@@ -380,7 +380,6 @@ def keys(
         lse += n
         delta += n
 
-    real = here & (lo != NOWHERE)
-    write(dv, start, sdv_n, within, in_e, here, e, tl.where(real[:, None], acc_v, 0.0))
+    write(dv, start, sdv_n, within, in_e, here, e, tl.where(alive[:, None], acc_v, 0.0))
     if DK:
-        write(dk, start, sdk_n, within, in_d, here, d, tl.where(real[:, None], acc_k * factor, 0.0))
+        write(dk, start, sdk_n, within, in_d, here, d, tl.where(alive[:, None], acc_k * factor, 0.0))

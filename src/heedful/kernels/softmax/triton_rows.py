@@ -1,0 +1,162 @@
+"""Statistics of the rows of softmax attention in Triton: the walk of triton_forward.py without values.
+
+online, with x = scale · log₂e · q·k, p = 2^(x − peak) and a = p / mass
+mass ← Σ p          square ← Σ p²          lean ← Σ p (x − peak)          where ← the first key of the peak
+a new peak     mass · f,  square · f²,  f · (lean + mass · (old − new)),  f = 2^(old − new)
+out            lse = peak + log₂ mass,   Σ a² = square / mass²,   max a = 1 / mass
+               entropy = ln 2 · (log₂ mass − lean / mass): two terms ≥ 0, nothing cancels
+"""
+
+# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.softmax.triton_forward import NOWHERE, cut, exp2, reach_of, read, sees, takes_part
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _add_tile(
+    q,
+    peak,
+    mass,
+    square,
+    lean,
+    where,
+    start,
+    seen,
+    real,
+    k,
+    sk_n,
+    scale,
+    d,
+    in_d,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of keys more."""
+    within = tl.arange(0, TILE)
+    keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
+    x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+    if MASKED:
+        x = tl.where(seen, x, float("-inf"))
+    top = tl.max(x, 1)
+    place = tl.min(tl.where(x == top[:, None], (start + within)[None, :], NOWHERE), 1)
+    where = tl.where((top > peak) | ((top == peak) & (place < where)), place, where)
+    new = tl.maximum(peak, top)
+    level = tl.where(new == float("-inf"), 0.0, new)
+    depth = x - level[:, None]
+    p = exp2(depth)
+    if MASKED:
+        depth = tl.where(seen, depth, 0.0)
+    fall = tl.where(peak == float("-inf"), 0.0, peak - level)
+    keep = exp2(peak - level)
+    lean = keep * (lean + mass * fall) + tl.sum(p * depth, 1)
+    mass = mass * keep + tl.sum(p, 1)
+    square = square * keep * keep + tl.sum(p * p, 1)
+    return new, mass, square, lean, where
+
+
+@triton.jit(do_not_specialize=["n", "m", "blocks", "rows_b", "rows_g", "keys_b", "keys_g"])
+def statistics(
+    q,
+    k,
+    lse,
+    squares,
+    entropy,
+    largest,
+    places,
+    rows,
+    keys,
+    sq_b,
+    sq_g,
+    sq_p,
+    sq_n,
+    sk_b,
+    sk_g,
+    sk_n,
+    rows_b,
+    rows_g,
+    keys_b,
+    keys_g,
+    n,
+    m,
+    d,
+    blocks,
+    scale,
+    G,
+    P,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """lse (base 2), Σ a², entropy (nats), max a and its key, of every query; ∞, 0, 0, 0, −1 where nothing is seen."""
+    block = blocks - 1 - tl.program_id(0) % blocks
+    head = tl.program_id(0) // blocks
+    b = (head // P // G).to(tl.int64)
+    g = (head // P % G).to(tl.int64)
+    q += b * sq_b + g * sq_g + (head % P).to(tl.int64) * sq_p
+    k += b * sk_b + g * sk_g
+    rows += b * rows_b + g * rows_g
+    keys += b * keys_b + g * keys_g
+
+    start = block * ROWS
+    within = tl.arange(0, ROWS)
+    i = start + within
+    here = i < n
+    lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
+    first, total, left, right = cut(lo, hi, late, until, TILE)
+
+    in_d = tl.arange(0, D)
+    queries = read(q, start, sq_n, within, in_d, here, d, True, EVEN_D).to(OPERAND)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    square = tl.zeros([ROWS], tl.float32)
+    lean = tl.zeros([ROWS], tl.float32)
+    where = tl.full([ROWS], NOWHERE, tl.int32)
+
+    if PREFIX:
+        for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
+            at = base + t * PREFIX
+            j = at + tl.arange(0, PREFIX)
+            real = takes_part(keys, j, m, SEGMENTS)
+            seen = real[None, :] & (j[None, :] < end[:, None])
+            peak, mass, square, lean, where = _add_tile(
+                queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, d, in_d,
+                PREFIX, True, EVEN_D, OPERAND, PRECISION,
+            )  # fmt: skip
+    for t in range(0, left + total - right):
+        at = first + tl.where(t < left, t, t - left + right) * TILE
+        j = at + tl.arange(0, TILE)
+        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
+        real = takes_part(keys, j, m, SEGMENTS)
+        peak, mass, square, lean, where = _add_tile(
+            queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, d, in_d,
+            TILE, True, EVEN_D, OPERAND, PRECISION,
+        )  # fmt: skip
+    for t in range(0, right - left):
+        at = first + (left + t) * TILE
+        peak, mass, square, lean, where = _add_tile(
+            queries, peak, mass, square, lean, where, at, here, here, k, sk_n, scale, d, in_d,
+            TILE, False, EVEN_D, OPERAND, PRECISION,
+        )  # fmt: skip
+
+    sighted = (mass != 0) & (lo != NOWHERE)
+    mass = tl.where(sighted, mass, 1.0)
+    at = head.to(tl.int64) * n + i
+    tl.store(lse + at, tl.where(sighted, peak + tl.log2(mass), float("inf")), mask=here)
+    tl.store(squares + at, tl.where(sighted, square / (mass * mass), 0.0), mask=here)
+    tl.store(entropy + at, tl.where(sighted, LN2 * (tl.log2(mass) - lean / mass), 0.0), mask=here)
+    tl.store(largest + at, tl.where(sighted, 1.0 / mass, 0.0), mask=here)
+    tl.store(places + at, tl.where(sighted, where, -1), mask=here)
