@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
-from heedful.kernels.blocked.reference import RowFunction, blocked_adjoint, blocked_matrix
+from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
@@ -35,9 +35,10 @@ class Cache(NamedTuple):
 
 
 class Scored(RecurrentMechanism):
-    """Base of `Softmax` and `Quadratic`: subclasses give `rows` and `matrix`."""
+    """Base of `Softmax` and `Quadratic`: subclasses give `rows` and `matrix`, a kernel and that of its adjoint."""
 
     kernel: Kernel
+    adjoint_kernel: Kernel
 
     def __init__(self, pattern: Pattern, scale: float | None):
         super().__init__(pattern)
@@ -59,10 +60,11 @@ class Scored(RecurrentMechanism):
         return self.kernel.explain(*self._kernel_inputs(q, k, v, segments))
 
     def products(self, q, k, *, segments=None):
+        memory: dict[str, Tensor] = {}  # what a backend finds out about q and k once for all products
+
         def adjoint(y):
             check_inputs(q, k, segments=segments, pattern=self.pattern)
-            with as_given(q):
-                return blocked_adjoint(*self._kernel_inputs(q, k, y, segments))
+            return self.adjoint_kernel(*self._kernel_inputs(q, k, y, segments), memory=memory)
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 

@@ -2,7 +2,7 @@
 
 matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
             z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
-fast        torch's fused kernel; tiles that the pattern allows where that kernel would be wrong or dense
+fast        torch's fused kernel; where that would be wrong or dense, Triton's over intervals, or tiles of the pattern
 recurrence  a cache of the keys and values that later queries may see
 cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from heedful.core import check_inputs
 from heedful.kernels.dispatch import as_given
-from heedful.kernels.softmax import softmax
+from heedful.kernels.softmax import softmax, softmax_adjoint
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.scored import Scored
 from heedful.patterns import Causal, Pattern
@@ -41,6 +41,7 @@ class Softmax(Scored):
     """
 
     kernel = softmax
+    adjoint_kernel = softmax_adjoint
     bias: Tensor | None
     sink: Tensor | None
 

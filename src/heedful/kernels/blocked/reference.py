@@ -75,8 +75,13 @@ def blocked_adjoint(
     pattern: Pattern,
     segments: Segments | None,
     scale: float,
+    *,
+    memory: dict[str, Tensor] | None = None,
 ) -> Float[Tensor, "*b m e"]:
-    """Aᵀ Y, without the gradients in q and k and without the matrix. (Call it under `as_given`, as `Kernel` does.)"""
+    """Aᵀ Y, without the gradients in q and k and without the matrix. (Call it under `as_given`, as `Kernel` does.)
+
+    Other backends remember in `memory` what they found out about q and k; here nothing is.
+    """
     (q, y), (k,) = _without_padding(segments, (q, y), (k,))
     work = Work(q, k, y, rows.bias, pattern, segments, scale)
     out = work.zeros(work.m, y.shape[-1])
@@ -270,6 +275,6 @@ def _add(target: Tensor, keys: Keys, part: Tensor) -> None:
     keys.add(target, part.sum_to_size(*target.shape[:-2], *part.shape[-2:]))
 
 
-def objections(q, k, v, rows, pattern, segments, scale) -> list[str]:
+def objections(q, k, v, rows, pattern, segments, scale, *, memory=None) -> list[str]:
     """None: this is the path that takes everything."""
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -46,10 +47,9 @@ def adjoint(
         lse = log_sum_exp(q, k, rows, pattern, segments, scale)
     # Each query head has its own product: here the heads do not share keys, though they may read the same ones.
     k = k.expand(*batch, *k.shape[-2:])
-    plan = _plan(q, k, k.new_empty(()).expand(*batch, k.shape[-2], y.shape[-1]), pattern, segments, scale)
-    at = launches.heads(y, k, k)
+    plan = _plan(q, k, k, pattern, segments, scale, y.shape[-1])
     with _on(q):
-        out = launches.adjoint(plan, lse.expand(*batch, -1).contiguous(), at.q)
+        out = launches.adjoint(plan, lse.expand(*batch, -1).contiguous(), launches.heads(y, k, k).q)
     return out.reshape(*batch, *out.shape[-2:])
 
 
@@ -64,9 +64,32 @@ def log_sum_exp(
         return launches.log_sum_exp(plan).reshape(*plan.at.batch, -1)
 
 
+class RowStatistics(NamedTuple):
+    """Of every row of A, (*batch, n); ∞, 0, 0, 0 and −1 for a query that sees nothing."""
+
+    lse: Tensor  # log₂ Σ exp
+    square: Tensor  # Σ a²
+    entropy: Tensor  # −Σ a log a, in nats
+    largest: Tensor  # max a
+    place: Tensor  # and its key
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def row_statistics(
+    q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
+) -> RowStatistics:
+    """What one pass over q and k tells about the rows."""
+    plan = _plan(q, k, k, pattern, segments, scale)
+    with _on(q):
+        return RowStatistics(*(x.reshape(*plan.at.batch, -1) for x in launches.statistics(plan)))
+
+
 def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
     """Why the Triton kernels can't take these inputs."""
-    why = _about_scores(q, k, rows, pattern, segments, scale)
+    why = _about_scores(q, k, rows, pattern, scale)
+    if segments is not None and not why:
+        why += _about_segments(q, k, v, segments)
     if v.shape[-1] > WIDEST and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         why.append(f"gradients with values wider than {WIDEST} are not computed here")
     if 0 in v.shape:
@@ -74,7 +97,7 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
     return why
 
 
-def _about_scores(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
+def _about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
     why = []
     if not (q.is_cuda or INTERPRETED):
         why.append(f"Triton kernels run on a GPU, the inputs are on {q.device}")
@@ -93,26 +116,25 @@ def _about_scores(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str
     for name in ("bias", "bias_function", "softcap", "sink"):
         if getattr(rows, name) is not None:
             why.append(f"it has no {name}")
-    if segments is not None and not why:
-        why += _about_segments(q, k, segments)
     return why
 
 
-def _about_segments(q, k, segments: Segments) -> list[str]:
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+def _about_segments(q, k, v, segments: Segments) -> list[str]:
+    batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    shared = launches.shared_axes(batch, k, v)
     for part in segments if isinstance(segments, tuple) else (segments,):
-        if any(size > 1 for size in part.shape[-2:-1]) and len(batch) > 0:
-            return ["segments that differ from head to head are not taken"]
+        if shared and any(size > 1 for size in part.shape[:-1][-shared:]):
+            return ["segments that differ among heads that share keys are not taken"]
     if not are_runs(segments):
         return ["a segment that is interrupted and goes on later is not an interval"]
     return []
 
 
-def _plan(q, k, v, pattern, segments, scale) -> Plan:
+def _plan(q, k, v, pattern, segments, scale, e=None) -> Plan:
     reach = Reach.of(pattern)
-    assert reach is not None
-    at = launches.heads(q, k, v)
-    return Plan(at, intervals(reach, q.shape[-2], k.shape[-2], segments, q.device), reach, scale)
+    assert reach is not None, f"{pattern}: see objections"
+    where = intervals(reach, q.shape[-2], k.shape[-2], segments, q.device)
+    return Plan(launches.heads(q, k, v), where, reach, scale, e)
 
 
 def _on(x: Tensor):

@@ -50,8 +50,8 @@ CONFIGS = {
         statistics=Config(64, 32, 8, 2),
     ),
     (64, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 4, 2)),
-    (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 4, 1)),
-    (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 16, 4, 1)),
+    (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
+    (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
 PROGRAMS = 264  # parts of a long row or column that fill 132 multiprocessors twice
 
@@ -79,45 +79,45 @@ class Heads(NamedTuple):
     shared: int  # trailing batch axes along which k and v do not change
 
 
+def shared_axes(batch: tuple[int, ...], k: Tensor, v: Tensor) -> int:
+    """How many trailing batch axes k and v lack."""
+    sizes = zip(*((*(1,) * (len(batch) + 2 - x.ndim), *x.shape[:-2]) for x in (k, v)), strict=True)
+    apart = [axis for axis, pair in enumerate(sizes, 1) if pair != (1, 1)]
+    return len(batch) - max(apart, default=0)
+
+
 def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """Inputs of any batch axes with those axes sorted: apart, a head of keys, the query heads that share it."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    k, v = (x.reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape) for x in (k, v))
-    shared = 0
-    while shared < len(batch) and k.shape[-3 - shared] == v.shape[-3 - shared] == 1:
-        shared += 1
+    batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    shared = shared_axes(batch, k, v)
     lead, tail = batch[: len(batch) - shared], batch[len(batch) - shared :]
     B, G, P = prod(lead[:-1]), lead[-1] if lead else 1, prod(tail)
     q = _plain(q.expand(*batch, *q.shape[-2:])).reshape(B, G, P, *q.shape[-2:])
-    k, v = (_plain(x.reshape(*x.shape[: len(lead)], *x.shape[-2:]).expand(*lead, *x.shape[-2:])) for x in (k, v))
-    return Heads(q, k.reshape(B, G, *k.shape[-2:]), v.reshape(B, G, *v.shape[-2:]), tuple(batch), shared)
+    k, v = (_plain(_leading(x, lead, shared)).reshape(B, G, *x.shape[-2:]) for x in (k, v))
+    return Heads(q, k, v, batch, shared)
+
+
+def _leading(x: Tensor, lead: tuple[int, ...], shared: int) -> Tensor:
+    """(*lead, ·, ·) from a tensor that has size 1, or nothing, along the axes that are shared."""
+    x = x.reshape((1,) * (len(lead) + shared + 2 - x.ndim) + x.shape)
+    return x.reshape(*x.shape[: len(lead)], *x.shape[-2:]).expand(*lead, *x.shape[-2:])
 
 
 def _plain(x: Tensor) -> Tensor:
     """Columns one after another, which is what the kernels read."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def table(x: Tensor, batch: tuple[int, ...], shared: int) -> Tensor:
-    """Intervals (*s, 4, n) as (B, G, 4, n) beside `heads`."""
-    x = x.reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape)
-    x = x.reshape(*x.shape[: len(batch) - shared], *x.shape[-2:])  # one for all that share keys: see objections
-    lead = batch[: len(batch) - shared]
-    if x.numel() == x.shape[-1] * 4:
-        return x.reshape(1, 1, *x.shape[-2:]).expand(prod(lead[:-1]), lead[-1] if lead else 1, -1, -1)
-    if len(lead) == 1:
-        return x[None]
-    return x.expand(*lead[:-1], *x.shape[-3:]).reshape(-1, *x.shape[-3:]).expand(-1, lead[-1], -1, -1)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Plan:
     """What the launches for one set of inputs share."""
 
-    def __init__(self, at: Heads, where: Intervals, reach: Reach, scale: float):
+    def __init__(self, at: Heads, where: Intervals, reach: Reach, scale: float, e: int | None = None):
         self.at, self.where, self.reach, self.scale = at, where, reach, scale
         self.B, self.G, self.P, self.n, self.d = at.q.shape
-        self.m, self.e = at.v.shape[-2:]
-        self.rows, self.keys = (table(x, at.batch, at.shared) for x in (where.rows, where.keys))
+        self.m, self.e = at.v.shape[-2], at.v.shape[-1] if e is None else e
+        lead = at.batch[: len(at.batch) - at.shared]
+        tables = (_leading(x, lead, at.shared) for x in (where.rows, where.keys))
+        self.rows, self.keys = (x.reshape(self.B, self.G, *x.shape[-2:]) for x in tables)
         width = max(64, power(self.d), min(power(self.e), WIDEST))
         self.configs = CONFIGS[width, at.q.element_size()]
         self.D, self.E = power(self.d), min(power(self.e), WIDEST)

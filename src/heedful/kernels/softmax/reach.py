@@ -216,7 +216,7 @@ def _of_queries(reach: Reach, i: Tensor, start, count) -> Tensor:
         first = i.div(reach.block, rounding_mode="floor") * reach.block
         lo, hi = torch.maximum(lo, first), torch.minimum(hi, first + reach.block)
     end = i + reach.limit + 1
-    special = i < reach.heads
+    special = (i < reach.heads) & (reach.heads > 0)
     lo = torch.where(special, 0, lo.clamp(min=reach.sinks))
     hi = torch.where(special, end, hi)
     stop = torch.where(special, 0, end.clamp(max=reach.sinks))
@@ -231,9 +231,9 @@ def _of_keys(reach: Reach, j: Tensor, start, count, shift) -> Tensor:
         lo, hi = torch.maximum(lo, first), torch.minimum(hi, first + reach.block)
     begin = j - reach.limit
     special = j < reach.sinks
-    lo = torch.where(special, begin, lo.clamp(min=reach.heads))
+    lo = torch.where(special, begin, lo.clamp(min=reach.heads) if reach.heads else lo)
     hi = torch.where(special, FAR, hi)
-    stop = torch.where(special, 0, torch.full_like(j, reach.heads))
+    stop = torch.where(special, 0, torch.full_like(j, reach.heads)) if reach.heads else begin  # positions may be < 0
     return _stacked(lo, hi, begin, stop, start, count, shift)
 
 

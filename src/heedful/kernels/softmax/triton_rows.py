@@ -7,7 +7,6 @@ out            lse = peak + log₂ mass,   Σ a² = square / mass²,   max a = 1
                entropy = ln 2 · (log₂ mass − lean / mass): two terms ≥ 0, nothing cancels
 """
 
-# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 import triton

@@ -1,0 +1,500 @@
+"""Softmax over patterns on a GPU: is it right, how fast is it, which tiles are best.
+
+    python benchmarks/gpu_softmax.py                            all of it, in four minutes
+    python benchmarks/gpu_softmax.py --check                    errors against float64, beside the naive way's
+    python benchmarks/gpu_softmax.py --tune                     the best tiles of every kernel
+    python benchmarks/gpu_softmax.py --bench                    the README's table
+    … --out results.json  --workers 14                          programs are compiled side by side beforehand
+
+A peer is timed in the same run: FlexAttention, compiled, and torch's fused kernel where the pattern is dense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+import triton
+from triton.testing import do_bench
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _load(*names):
+    """The kernel's modules; without the packages around them where those do not import."""
+    sys.path.insert(0, str(ROOT / "src"))
+    base = "heedful.kernels.softmax"
+    try:
+        return tuple(importlib.import_module(f"{base}.{name}") for name in names)
+    except ImportError:
+        for package in ("heedful", "heedful.kernels", "heedful.kernels.blocked", base):
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(ROOT / "src" / package.replace(".", "/"))]
+        return tuple(importlib.import_module(f"{base}.{name}") for name in names)
+
+
+fused, launches, rows = _load("fused", "launches", "rows")
+from heedful.patterns import Blocks, Causal, Full, Global, Window  # noqa: E402
+from heedful.segments import visible  # noqa: E402
+
+PLAIN = rows.SoftmaxRows()
+sdpa = torch.nn.functional.scaled_dot_product_attention
+BEGAN = time.monotonic()
+
+
+def attend(q, k, v, pattern, segments=None):
+    why = fused.objections(q, k, v, PLAIN, pattern, segments, q.shape[-1] ** -0.5)
+    assert not why, why
+    return fused.attend(q, k, v, PLAIN, pattern, segments, q.shape[-1] ** -0.5)
+
+
+def naive(q, k, v, pattern, segments=None):
+    """The dense computation, every step in the dtype of its inputs."""
+    seen = visible(pattern, q.shape[-2], k.shape[-2], segments, q.device)
+    x = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    return x.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ v
+
+
+def draw(B, H, n, d, *, m=None, Hkv=None, e=None, dtype=torch.bfloat16, seed=0):
+    g = torch.Generator("cuda").manual_seed(seed)
+    m, Hkv, e = m or n, Hkv or H, e or d
+    shapes = (B, Hkv, H // Hkv, n, d), (B, Hkv, 1, m, d), (B, Hkv, 1, m, e)
+    if Hkv == H:
+        shapes = (B, H, n, d), (B, H, m, d), (B, H, m, e)
+    return [torch.randn(s, generator=g, device="cuda").to(dtype).requires_grad_() for s in shapes]
+
+
+def packed(B, n, length, axes):
+    ids = (torch.arange(n, device="cuda") // length).expand(B, n).clone()
+    ids[0, -n // 20 :] = -1
+    return ids.view(B, *(1,) * axes, n)
+
+
+LONGFORMER = Global((0, 1, 2, 3)) | Window(128, 128)
+half, single = torch.float16, torch.float32
+CHECKS = {
+    "window": dict(pattern=Window(200)),
+    "window both ways": dict(pattern=Window(70, 30)),
+    "window sinks": dict(pattern=Window(200, sinks=4)),
+    "window 5, 100 sinks": dict(pattern=Window(5, sinks=100)),
+    "blocks": dict(pattern=Blocks(100)),
+    "causal blocks": dict(pattern=Blocks(256) & Causal()),
+    "longformer": dict(pattern=LONGFORMER),
+    "causal": dict(pattern=Causal()),
+    "full": dict(pattern=Full()),
+    "after a cache": dict(pattern=Window(200, sinks=4), n=300, m=1000),
+    "longformer cache": dict(pattern=LONGFORMER, n=998, m=1000),
+    "n 63": dict(pattern=Window(20), n=63),
+    "n 1": dict(pattern=Window(20), n=1, m=100),
+    "shared heads": dict(pattern=Window(200, sinks=4), H=4, Hkv=2),
+    "packed window": dict(pattern=Window(200), packed=300),
+    "packed sinks": dict(pattern=Window(200, sinks=4), packed=300),
+    "packed longformer": dict(pattern=LONGFORMER, packed=170),
+    "packed causal": dict(pattern=Causal(), packed=300, H=4, Hkv=2),
+    "d128": dict(pattern=Window(200, sinks=4), d=128),
+    "d96": dict(pattern=Window(200), d=96),
+    "d256": dict(pattern=Window(200), d=256),
+    "d40 e24": dict(pattern=Window(200), d=40, e=24),
+    "d64 e128": dict(pattern=Window(200), e=128),
+    "fp16": dict(pattern=Window(200, sinks=4), dtype=half),
+    "fp32": dict(pattern=Window(200, sinks=4), dtype=single),
+    "fp32 longformer": dict(pattern=LONGFORMER, dtype=single),
+    "fp32 packed": dict(pattern=Window(200, sinks=4), dtype=single, packed=300),
+    "fp32 d128": dict(pattern=Window(200), dtype=single, d=128),
+    "fp32 d256": dict(pattern=Window(200), dtype=single, d=256),
+}
+
+
+def errors(got, want):
+    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
+
+
+def outcome(function, inputs, do, pattern, segments):
+    o = function(*inputs, pattern, segments)
+    return o.detach(), *torch.autograd.grad(o, inputs, do.to(o))
+
+
+def case(pattern, n=1000, d=64, H=2, Hkv=None, packed_by=0, **rest):
+    inputs = draw(2, H, n, d, Hkv=Hkv, **rest)
+    segments = packed(2, n, packed_by, inputs[0].ndim - 3) if packed_by else None
+    o = torch.broadcast_shapes(inputs[0].shape[:-2], inputs[2].shape[:-2])
+    do = torch.randn(*o, n, inputs[2].shape[-1], device="cuda")
+    return inputs, do, pattern, segments
+
+
+def one_check(name):
+    options = dict(CHECKS[name])
+    options["packed_by"] = options.pop("packed", 0)
+    inputs, do, pattern, segments = case(**options)
+    honest = launches.empty
+    launches.empty = lambda shape, like, dtype=torch.float32: torch.full(
+        shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device
+    )
+    try:
+        got = outcome(attend, inputs, do, pattern, segments)
+        again = outcome(attend, inputs, do, pattern, segments)
+        args = PLAIN, pattern, segments, inputs[0].shape[-1] ** -0.5
+        adjoint = fused.adjoint(*(x.detach() for x in inputs[:2]), do.to(inputs[0].dtype), *args)
+        stats = launches.statistics(fused._plan(*inputs, pattern, segments, args[-1]))
+    finally:
+        launches.empty = honest
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = list(outcome(naive, exact, do, pattern, segments))
+    theirs = list(outcome(naive, inputs, do, pattern, segments))
+    eye = torch.eye(inputs[1].shape[-2], device="cuda")
+    for results, x in ((want, exact), (theirs, inputs)):
+        with torch.no_grad():
+            weights = naive(x[0], x[1], eye.to(x[0].dtype), pattern, segments)
+            results.append(weights.mT @ do.to(inputs[0].dtype).to(x[0].dtype))
+    mine, base = errors([*got, adjoint], want), errors(theirs, want)
+    with torch.no_grad():
+        a = naive(*exact[:2], eye.double(), pattern, segments).flatten(0, -3)
+    _, square, entropy, largest, place = (x.flatten(0, -2) for x in stats)
+    close = [square - a.square().sum(-1), entropy + torch.special.xlogy(a, a).sum(-1), largest - a.amax(-1)]
+    sure = a.topk(min(2, a.shape[-1]), -1).values
+    sure = sure[..., 0] > 1.001 * sure[..., -1] if sure.shape[-1] > 1 else sure[..., 0] > 2
+    right = ((place == a.argmax(-1)) | ~sure).all().item()
+    return dict(
+        error=mine,
+        naive=base,
+        worst_ratio=max(x / max(y, 1e-12) for x, y in zip(mine, base, strict=True)),
+        bit_equal=all(torch.equal(x, y) for x, y in zip(got, again, strict=True)),
+        statistics=max(x.abs().max().item() for x in close),
+        place=right,
+    )
+
+
+def check() -> dict:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    table = {}
+    print("check: error / naive error of o dq dk dv Aᵀy; worst absolute error of Σa², entropy, max a", flush=True)
+    for name in CHECKS:
+        try:
+            found = one_check(name)
+        except Exception as error:
+            table[name] = dict(failed=str(error)[:300])
+            print(f"{name:20s} FAILED {type(error).__name__} {str(error)[-250:]}", flush=True)
+            continue
+        table[name] = found
+        good = found["worst_ratio"] <= 2 and found["bit_equal"] and found["place"]
+        pairs = zip(found["error"], found["naive"], strict=True)
+        text = " ".join(f"{x:.1e}/{y:.1e}" for x, y in pairs)
+        verdict = "ok " if good else f"BAD equal={found['bit_equal']} place={found['place']}"
+        print(f"{name:20s} {verdict} x{found['worst_ratio']:.2f} {text} | {found['statistics']:.0e}", flush=True)
+    return table
+
+
+TUNED = {
+    64: dict(
+        attend=[
+            *itertools.product((128,), (64,), (4, 8), (2, 3, 4)),
+            *itertools.product((64,), (64,), (4,), (2, 3, 4)),
+            *itertools.product((128,), (128,), (4, 8), (2, 3)),
+            *itertools.product((128, 64), (32,), (4,), (3, 4)),
+        ],
+        queries=[
+            *itertools.product((128,), (64,), (4, 8), (2, 3)),
+            *itertools.product((64,), (64,), (4,), (2, 3)),
+            *itertools.product((128,), (128,), (8,), (2,)),
+            *itertools.product((128, 64), (32,), (4,), (2, 3, 4)),
+            (64, 128, 4, 2),
+        ],
+        keys=[
+            *itertools.product((128,), (64,), (8,), (2, 3)),
+            *itertools.product((64,), (64,), (4, 8), (2, 3)),
+            *itertools.product((128, 64), (32,), (4, 8), (2, 3)),
+            (128, 128, 8, 2),
+            (64, 128, 8, 2),
+        ],
+        adjoint=[
+            *itertools.product((128,), (64,), (4, 8), (2, 3)),
+            *itertools.product((64,), (64,), (4,), (2, 3)),
+            *itertools.product((128,), (128,), (8,), (2, 3)),
+        ],
+        statistics=[*itertools.product((128,), (64, 128), (4, 8), (2, 3)), (64, 64, 4, 3)],
+    ),
+    128: dict(
+        attend=[(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)],
+        queries=[(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3)],
+        keys=[(64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 3)],
+    ),
+}
+WINDOW = Window(511)
+
+
+def launching(name, plan, lse, do, o, delta):
+    """One launch of one kernel, with everything it needs at hand."""
+    grads = [torch.empty_like(x) for x in plan.at[:3]]
+    return {
+        "attend": lambda: launches._attend(plan, o, lse, 0, plan.n, 1, 0),
+        "queries": lambda: launches._queries(plan, o, lse, do, delta, grads[0], 0, plan.n, 1, 0),
+        "keys": lambda: launches._keys(plan, lse, do, delta, grads[1], grads[2], 0, plan.m, 1, 0),
+        "adjoint": lambda: launches._keys(plan, lse, do, None, None, grads[2], 0, plan.m, 1, 0),
+        "statistics": lambda: launches.statistics(plan),
+    }[name]
+
+
+def tuning(n, only=None):
+    """Every kernel in every configuration, as (width, name, config, launch)."""
+    for width, kernels in TUNED.items():
+        for name, configs in kernels.items():
+            dense = name in ("adjoint", "statistics")
+            inputs = [x.detach() for x in draw(1, 1 if dense else 16 * 64 // width, n, width)]
+            plan = fused._plan(*inputs, Full() if dense else WINDOW, None, width**-0.5)
+            o, lse = launches.attend(plan)
+            do, delta = torch.randn_like(o), torch.randn_like(lse)
+            run = launching(name, plan, lse, do, o, delta)
+            for number, config in enumerate(configs):
+                if only is None or number % only[1] == only[0]:
+                    plan.configs = {**plan.configs, name: launches.Config(*config)}
+                    yield width, name, config, run
+
+
+def tune(n=65536, until=150.0) -> list:
+    found, shown = [], None
+    for width, name, config, run in tuning(n):
+        if shown not in (None, (width, name)):
+            show(found, shown)
+        shown = width, name
+        if time.monotonic() - BEGAN > until:
+            print("tune: out of time at", width, name, config, flush=True)
+            break
+        try:
+            found.append((width, name, config, median(run, 15)))
+        except Exception as error:
+            found.append((width, name, config, float("inf")))
+            print(f"  {width} {name} {config} {type(error).__name__} {str(error)[:90]!r}", flush=True)
+    show(found, shown)
+    return found
+
+
+def show(found, which):
+    best = sorted((ms, config) for width, name, config, ms in found if (width, name) == which)
+    launches.CONFIGS[which[0], 2][which[1]] = launches.Config(*best[0][1])  # what is timed after this has the best
+    text = "  ".join(f"{','.join(map(str, config))}: {ms:.3f}" for ms, config in best[:6])
+    print(f"tune d{which[0]} {which[1]:10s} {text}", flush=True)
+
+
+WORK = {
+    "window 512, B1 N65536": dict(B=1, n=65536, pattern=WINDOW, flex="window"),
+    "window 512, B4 N8192": dict(B=4, n=8192, pattern=WINDOW, flex="window"),
+    "window 512 + 4 sinks, B1 N65536": dict(B=1, n=65536, pattern=Window(511, sinks=4), flex="sinks"),
+    "window 512 + 4 sinks, B4 N8192": dict(B=4, n=8192, pattern=Window(511, sinks=4), flex="sinks"),
+    "blocks 256, B1 N65536": dict(B=1, n=65536, pattern=Blocks(256), flex="blocks"),
+    "longformer 256 + 4, B1 N65536": dict(B=1, n=65536, pattern=LONGFORMER, flex="longformer"),
+    "longformer 256 + 4, B4 N8192": dict(B=4, n=8192, pattern=LONGFORMER),
+    "window 512, packed in 1000, B1 N65536": dict(B=1, n=65536, pattern=WINDOW, packed=1000),
+    "causal, packed in 1000, B1 N65536": dict(B=1, n=65536, pattern=Causal(), packed=1000),
+    "window 512, N65500": dict(B=1, n=65500, pattern=WINDOW),
+    "window 512, 4 key heads": dict(B=1, n=65536, pattern=WINDOW, Hkv=4),
+    "window 512, H8 d128": dict(B=1, n=65536, pattern=WINDOW, d=128, H=8, flex="window"),
+    "window 512, d96": dict(B=1, n=65536, pattern=WINDOW, d=96),
+    "window 512, fp16": dict(B=1, n=65536, pattern=WINDOW, dtype=half),
+    "window 512, fp32": dict(B=1, n=16384, pattern=WINDOW, dtype=single),
+    "causal, B4 N8192": dict(B=4, n=8192, pattern=Causal(), sdpa=True),
+}
+MODS = {
+    "window": lambda b, h, i, j: (j <= i) & (i - j <= 511),
+    "sinks": lambda b, h, i, j: (j <= i) & ((i - j <= 511) | (j < 4)),
+    "blocks": lambda b, h, i, j: i // 256 == j // 256,
+    "longformer": lambda b, h, i, j: ((i - j <= 128) & (j - i <= 128)) | (i < 4) | (j < 4),
+}
+
+
+def median(function, milliseconds=60):
+    return do_bench(function, warmup=10, rep=milliseconds, return_mode="median")
+
+
+def timed(function, inputs):
+    """ms forward, ms forward + backward, and peak GiB of the second beyond its inputs."""
+
+    def forward():
+        with torch.no_grad():
+            return function(*inputs)
+
+    do = torch.randn_like(forward())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(function(*inputs), inputs, do)
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return median(forward), median(lambda: torch.autograd.grad(function(*inputs), inputs, do)), peak
+
+
+def prepare(work, n=None):
+    work = dict(work)
+    B, n, pattern = work.pop("B"), n or work["n"], work.pop("pattern")
+    kind = dict(Hkv=work.get("Hkv"), dtype=work.get("dtype", torch.bfloat16))
+    inputs = draw(B, work.get("H", 16), n, work.get("d", 64), **kind)
+    segments = None
+    if "packed" in work:
+        segments = packed(B, n, work["packed"], inputs[0].ndim - 3)
+    return inputs, pattern, segments
+
+
+def flex(name, n):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    run = flex.__dict__.setdefault("compiled", torch.compile(flex_attention))
+    mask = create_block_mask(MODS[name], None, None, n, n, device="cuda", _compile=True)
+    return lambda q, k, v: run(q, k, v, block_mask=mask)
+
+
+def bench(until=235.0) -> list:
+    results = []
+    for name, work in WORK.items():
+        inputs, pattern, segments = prepare(work)
+        row = dict(work=name)
+        line = f"{name:40s}"
+        forms = {"here": lambda q, k, v, p=pattern, s=segments: attend(q, k, v, p, s)}
+        if "sdpa" in work:
+            forms["sdpa"] = lambda q, k, v: sdpa(q, k, v, is_causal=True)
+        if "flex" in work and time.monotonic() - BEGAN < until - 15:
+            forms["flex"] = None
+        for form, function in forms.items():
+            if time.monotonic() - BEGAN > until:
+                break
+            try:
+                function = flex(work["flex"], work["n"]) if form == "flex" else function
+                forward, both, gib = timed(function, inputs)
+                row[form] = dict(forward_ms=forward, both_ms=both, peak_GiB=gib)
+                line += f" {form} {forward:.3f} / {both:.3f} ms {gib:.2f} GiB  "
+            except Exception as error:
+                row[form] = dict(failed=str(error)[:300])
+                line += f" {form} FAILED {type(error).__name__} {str(error)[:160]}"
+        print(line, flush=True)
+        results.append(row)
+        del inputs
+    return results
+
+
+def measuring() -> list:
+    """One head: statistics of the rows, the adjoint, the log-sum-exp, beside torch's forward product."""
+    results = []
+    for n, pattern in ((8192, Full()), (65536, Full()), (65536, Causal())):
+        q, k, v = (x.detach() for x in draw(1, 1, n, 64))
+        args = PLAIN, pattern, None, 0.125
+        plan = fused._plan(q, k, v, pattern, None, 0.125)
+        lse = fused.log_sum_exp(q, k, *args)
+        row = dict(work=f"one head, N{n}, {pattern}")
+        work = {
+            "sdpa A x": lambda q=q, k=k, v=v, p=pattern: sdpa(q, k, v, is_causal=isinstance(p, Causal)),
+            "A x": lambda q=q, k=k, v=v, p=pattern: attend(q, k, v, p),
+            "Aᵀ y": lambda q=q, k=k, v=v, args=args, lse=lse: fused.adjoint(q, k, v, *args, lse=lse),
+            "lse": lambda q=q, k=k, args=args: fused.log_sum_exp(q, k, *args),
+            "statistics": lambda plan=plan: launches.statistics(plan),
+        }
+        for name, function in work.items():
+            try:
+                row[name] = median(function)
+            except Exception as error:
+                row[name] = str(error)[:200]
+        print(" ".join(f"{x} {y:.3f}" if isinstance(y, float) else f"{x} {y}" for x, y in row.items()), flush=True)
+        results.append(row)
+    return results
+
+
+def host(repeats=200) -> dict:
+    """µs that the host takes for a call, forward and both ways."""
+    inputs = draw(1, 16, 512, 64)
+    do = torch.randn_like(inputs[0])
+
+    def forward():
+        with torch.no_grad():
+            attend(*inputs, WINDOW)
+
+    def both():
+        torch.autograd.grad(attend(*inputs, WINDOW), inputs, do)
+
+    found = {}
+    for function in (forward, both):
+        function()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        found[function.__name__] = (time.perf_counter() - start) / repeats * 1e6
+        torch.cuda.synchronize()
+    print("host µs a call:", {name: round(x) for name, x in found.items()}, flush=True)
+    return found
+
+
+def warm(share: int, of: int) -> None:
+    """Compiles a share of everything, at sizes that take no time; the results wait in Triton's cache."""
+    jobs = [lambda name=name: one_check(name) for name in CHECKS]
+    jobs += [lambda work=work: small(work) for work in WORK.values()]
+    if share == of - 1:  # the last one compiles the peer
+        for work in WORK.values():
+            if "flex" in work:
+                attempt(lambda work=work: timed_once(flex(work["flex"], work["n"]), prepare(work)[0]))
+        return
+    for job in jobs[share :: of - 1]:
+        attempt(job)
+    for *_, run in tuning(2048, (share, of - 1)):
+        attempt(run)
+
+
+def small(work):
+    inputs, pattern, segments = prepare(dict(work, B=work["B"]), n=2048)
+    timed_once(lambda q, k, v: attend(q, k, v, pattern, segments), inputs)
+
+
+def timed_once(function, inputs):
+    o = function(*inputs)
+    torch.autograd.grad(o, inputs, torch.randn_like(o))
+
+
+def attempt(job):
+    try:
+        job()
+        torch.cuda.synchronize()
+    except Exception:
+        pass  # it fails again, and is reported, where it is measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("check", "tune", "bench"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--out")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.share is not None:
+        return warm(args.share, args.workers)
+    everything = not (args.check or args.tune or args.bench)
+    if args.workers > 1:
+        flags = [sys.executable, __file__, "--workers", str(args.workers), "--share"]
+        children = [
+            subprocess.Popen([*flags, str(i)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for i in range(args.workers)
+        ]
+        for child in children:
+            try:
+                child.wait(max(1.0, 80 - (time.monotonic() - BEGAN)))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        print(f"compiled after {time.monotonic() - BEGAN:.0f} s", flush=True)
+    result = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
+    sections = {"check": check, "tune": tune, "bench": bench, "measuring": measuring, "host": host}
+    for name, section in sections.items():
+        wanted = everything or (args.bench if name in ("bench", "measuring", "host") else getattr(args, name))
+        if wanted:
+            result[name] = section()
+            print(f"-- {name} done after {time.monotonic() - BEGAN:.0f} s", flush=True)
+            if args.out:
+                Path(args.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
