@@ -97,7 +97,6 @@ class Quadratic(Scored):
     """
 
     kernel = Kernel("quadratic", Backend("torch", reference.blocked, reference.objections))
-    adjoint_kernel = Kernel("quadratic adjoint", Backend("torch", reference.blocked_adjoint, reference.objections))
 
     def __init__(
         self,

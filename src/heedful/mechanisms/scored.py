@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
-from heedful.kernels.dispatch import Kernel, as_given
+from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
@@ -35,10 +36,10 @@ class Cache(NamedTuple):
 
 
 class Scored(RecurrentMechanism):
-    """Base of `Softmax` and `Quadratic`: subclasses give `rows` and `matrix`, a kernel and that of its adjoint."""
+    """Base of `Softmax` and `Quadratic`: subclasses give `rows`, `matrix` and a kernel."""
 
     kernel: Kernel
-    adjoint_kernel: Kernel
+    adjoint_kernel = Kernel("adjoint", Backend("torch", reference.blocked_adjoint, reference.objections))
 
     def __init__(self, pattern: Pattern, scale: float | None):
         super().__init__(pattern)
