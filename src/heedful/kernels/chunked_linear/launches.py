@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = triton.knobs.runtime.interpret
+from heedful.kernels import launching
+from heedful.kernels.launching import INTERPRETED, over, power, up
 
 
 class Config(NamedTuple):
@@ -79,18 +79,6 @@ def workspace(sizes, like):
     """Float32 buffers of these sizes, each aligned, out of one allocation."""
     padded = [max(64, up(x, 64)) for x in sizes]
     return empty((sum(padded),), like).split(padded)
-
-
-def over(a, b) -> int:
-    return -(-a // b)
-
-
-def up(a, b) -> int:
-    return -(-a // b) * b
-
-
-def power(x) -> int:
-    return 1 << (x - 1).bit_length()
 
 
 def span(n, rows) -> int:
@@ -165,32 +153,22 @@ def plan(q, k, v, decay, code, shift_q, shift_k, given, *options) -> Plan:
 
 
 def launch(plan, key, pointers, describe):
-    """Launches what `describe` says; from the second time on by the compiled kernel itself.
-
-    Triton's own launch looks at every argument again, up to 50 µs each time; the plan's key and this one
-    already stand for all it looks at.
-    """
-    ready = plan.ready.get(key)
-    if ready is None:
-        ready = first(plan, pointers, *describe())
-        if not INTERPRETED:
-            plan.ready[key] = ready
-    else:
-        run, rest = ready
-        run(*pointers, *rest)
+    """One of the plan's launches, as `describe` tells it: name, kernel, grid, numbers, constants."""
+    launching.launch(plan.ready, key, pointers, lambda: told(plan, *describe()))
 
 
-def first(plan, pointers, name, kernel, grid, numbers, constants):
+def first(plan, pointers, *description):
     """Compiles, launches, and returns what a further launch needs."""
+    return launching.first(pointers, *told(plan, *description))
+
+
+def told(plan, name, kernel, grid, numbers, constants):
+    """What is launched, with the plan's constants and the configuration of that name."""
     config = plan.configs.get(name)
-    if config is not None:
-        constants = {**plan.constants, **constants}
-        options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
-    else:
-        options = dict(num_warps=4)
-    compiled = kernel[grid](*pointers, *numbers, **constants, **options)
-    rest = [constants[x] for x in kernel.arg_names[len(pointers) + len(numbers) :]]
-    return None if INTERPRETED else (compiled[(*grid, 1, 1)[:3]], (*numbers, *rest))
+    if config is None:
+        return kernel, grid, numbers, constants, dict(num_warps=4)
+    options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
+    return kernel, grid, numbers, {**plan.constants, **constants}, options
 
 
 def parted(plan, name, splits, rows, chunks):
