@@ -52,6 +52,7 @@ def kernels(monkeypatch):
     small = launches.Config(16, 16, 4, 1)
     monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
     monkeypatch.setattr(launches, "empty", poisoned)
+    monkeypatch.setattr(launches, "PLANS", {})
     return fused, launches
 
 
@@ -165,7 +166,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_definition_and_so_are_its_gradients(kernels, case):
+def test_it_is_the_definition_and_so_are_its_gradients(kernels, fenced, case):
     pattern, sizes, name = CASES[case]
     inputs = draw(**sizes)
     segments = None if name is None else segments_of(name, len(sizes["batch"]) - 1)
@@ -194,6 +195,95 @@ def test_adjoint_and_statistics(kernels, case):
     seen = a.sum(-1) > 0
     assert torch.equal(place.long(), torch.where(seen, a.argmax(-1), -1))
     assert (lse == torch.inf).eq(~seen).all()
+
+
+@pytest.mark.parametrize("d, e", [(40, 24), (8, 80), (96, 16)])
+def test_widths_that_are_no_powers_of_two(kernels, fenced, d, e):
+    pattern = h.Window(9, sinks=3)
+    inputs = draw(batch=(1, 2), keys=(1, 1), n=35, d=d, e=e)
+    want = outcome(dense(pattern), inputs, None, torch.float64)
+    attend = by_kernel(kernels[0], pattern)
+    odd = [torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]] for x in inputs]  # rows at odd distances
+    for other in (inputs, odd):
+        for x, y in zip(outcome(attend, other, None, torch.float32), want, strict=True):
+            assert distance(x, y) < 2e-6
+
+
+@pytest.mark.parametrize("pattern", [h.Window(9, sinks=2), LONGFORMER, h.Causal()], ids=str)
+@pytest.mark.parametrize("softcap, temperature", [(None, 1.0), (1.5, 0.8)])
+def test_a_sink_and_a_cap(kernels, pattern, softcap, temperature):
+    """With gradients in the sink too, one logit a query head."""
+    inputs = draw(batch=(1, 3), keys=(1, 1), n=24, d=16)
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        sink = torch.tensor([0.3, -1.0, 2.0], dtype=dtype, device=DEVICE, requires_grad=True)
+        mechanism = h.Softmax(pattern, softcap=softcap, sink=sink, temperature=temperature)
+
+        def exactly(q, k, v, segments, mechanism=mechanism):
+            return mechanism.matrix(q, k) @ v
+
+        def here(q, k, v, segments, mechanism=mechanism):
+            args = q, k, v, mechanism.rows(), pattern, None, mechanism.score_scale(q.shape[-1])
+            assert kernels[0].objections(*args) == []
+            return kernels[0].attend(*args)
+
+        function = exactly if dtype == torch.float64 else here
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+        o = function(q, k, v, None)
+        do = draw(batch=(1, 3), n=24, d=16, seed=3)[0].to(dtype)
+        found[dtype] = [x.detach().double() for x in (o, *torch.autograd.grad(o, (q, k, v, mechanism.sink), do))]
+    for x, y in zip(found[torch.float32], found[torch.float64], strict=True):
+        assert distance(x, y) < 3e-6
+
+
+def test_keys_split_among_calls_are_put_together_again(kernels, monkeypatch):
+    """Residue classes of tokens as views: nothing is copied, and what comes back lies as q does."""
+    fused, launches = kernels
+    monkeypatch.setattr(launches, "aligned", lambda x: x)
+    q, k, v, do = (*draw(batch=(2,), n=48, d=16), draw(batch=(2,), n=48, d=16, seed=5)[0])
+
+    def classes(x):
+        return x.unflatten(-2, (16, 3)).transpose(1, 2)
+
+    inputs = [x.float().requires_grad_() for x in (q, k, v)]
+    views = [classes(x) for x in inputs]
+    o, lse = fused.forward_with_lse(*views, h.Causal(), 0.25)
+    exact = [x.requires_grad_() for x in (q, k, v)]
+    scores = 0.25 * classes(q) @ classes(k).mT
+    scores = scores.masked_fill(~visible(h.Causal(), 16, 16, None, DEVICE), -torch.inf)
+    want = scores.softmax(-1) @ classes(v)
+    assert o.stride() == views[0].stride()
+    assert distance(o, want.detach()) < 1e-6
+    assert distance(lse, scores.logsumexp(-1).detach()) < 1e-6
+    grads = fused.backward_from(*views, o, lse, classes(do.float()), h.Causal(), 0.25)
+    for x, y, view in zip(grads, torch.autograd.grad(want, exact, classes(do)), views, strict=True):
+        assert x.stride() == view.stride()
+        assert distance(x, classes(y)) < 2e-6
+
+
+def test_parts_of_a_row_add_up(kernels):
+    """A window and what lies before it, merged by their log-sum-exps, give the whole row's output and gradients."""
+    fused, _ = kernels
+    q, k, v = draw(batch=(2,), n=40, d=16)
+    want = outcome(dense(h.Causal()), (q, k, v), None, torch.float64)
+    near = q.float(), k.float(), v.float(), h.Window(7), 0.25
+    far = q.float()[:, 8:], k.float()[:, :-8], v.float()[:, :-8], h.Causal(), 0.25
+    o, lse = fused.forward_with_lse(*near)
+    more, more_lse = fused.forward_with_lse(*far)
+    whole = lse.clone()
+    whole[:, 8:] = torch.logaddexp(lse[:, 8:], more_lse)
+    o = o * (lse - whole).exp()[..., None]
+    o[:, 8:] += more * (more_lse - whole[:, 8:]).exp()[..., None]
+    assert distance(o.double(), want[0]) < 1e-6
+    g = torch.Generator().manual_seed(9)
+    do = torch.randn(o.shape, generator=g, dtype=torch.float64).to(DEVICE).float()
+    grads = fused.backward_from(*near[:3], o, whole, do, *near[3:])
+    others = fused.backward_from(*far[:3], o[:, 8:], whole[:, 8:], do[:, 8:], *far[3:])
+    grads[0][:, 8:] += others[0]
+    for x, y in zip(grads[1:], others[1:], strict=True):
+        x[:, :-8] += y
+    for x, y in zip(grads, want[1:], strict=True):
+        assert distance(x.double(), y) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -245,7 +335,8 @@ def test_what_it_cannot_take_it_says(kernels):
     assert said() == ""
     assert "more than a window" in said(pattern=h.Strided(3))
     assert "positive scale" in said(scale=-1.0)
-    assert "no softcap" in said(rows=SoftmaxRows(softcap=1.0))
+    assert said(rows=SoftmaxRows(softcap=1.0, sink=torch.zeros(2, device=DEVICE))) == ""
+    assert "sink has more heads" in said(rows=SoftmaxRows(sink=torch.zeros(3, 2, 2, device=DEVICE)))
     assert "no bias" in said(rows=SoftmaxRows(bias=torch.zeros(12, 12)))
     assert "not torch.float64" in said(inputs=(q.double(), k.double(), v.double()))
     assert "empty" in said(inputs=(q[..., :0, :], k, v))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from math import inf, log
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import as_given, on_device
 from heedful.kernels.softmax import launches
-from heedful.kernels.softmax.launches import INTERPRETED, WIDEST, Plan
+from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.reach import Reach, are_runs, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
@@ -18,15 +18,16 @@ from heedful.segments import Segments
 from heedful.shapes import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = SoftmaxRows()
 
 
 @torch.compiler.disable
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> Tensor:
-    """A V, with gradients in q, k and v."""
-    with _on(q):
-        return _Attend.apply(q, k, v, pattern, segments, scale)
+    """A V, with gradients in q, k and v, and in the sink."""
+    with on_device(q):
+        return _Attend.apply(q, k, v, rows.sink, rows, pattern, segments, scale)
 
 
 @torch.compiler.disable
@@ -39,18 +40,21 @@ def adjoint(
     pattern: Pattern,
     segments: Segments | None,
     scale: float,
-    lse: Tensor | None = None,
+    *,
+    memory: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Aᵀ Y, without the gradients in q and k; `lse` from `log_sum_exp` saves a pass where there are many Y."""
+    """Aᵀ Y, without the gradients in q and k; the rows' log-sum-exps, the same for every Y, are kept in `memory`."""
+    memory = {} if memory is None else memory
+    if "lse" not in memory:
+        memory["lse"] = log_sum_exp(q, k, rows, pattern, segments, scale)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
-    if lse is None:
-        lse = log_sum_exp(q, k, rows, pattern, segments, scale)
     # Each query head has its own product: here the heads do not share keys, though they may read the same ones.
-    k = k.expand(*batch, *k.shape[-2:])
-    plan = _plan(q, k, k, pattern, segments, scale, y.shape[-1])
-    with _on(q):
-        out = launches.adjoint(plan, lse.expand(*batch, -1).contiguous(), launches.heads(y, k, k).q)
-    return out.reshape(*batch, *out.shape[-2:])
+    k, y = (x.expand(*batch, *x.shape[-2:]) for x in (k, y))
+    with on_device(q):
+        job = _job(q, k, y, rows, pattern, segments, scale)
+        lse = memory["lse"].expand(*batch, -1).contiguous()
+        out = launches.adjoint(job, lse, launches.queries_like(job, y))
+    return out.reshape(*batch, *out.shape[-2:])[..., : y.shape[-1]]
 
 
 @torch.compiler.disable
@@ -58,10 +62,53 @@ def adjoint(
 def log_sum_exp(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> Tensor:
-    """log₂ Σ_j exp(scale · q·k_j) over the visible keys, (*batch, n); +∞ where there are none."""
-    plan = _plan(q, k, k, pattern, segments, scale)
-    with _on(q):
-        return launches.log_sum_exp(plan).reshape(*plan.at.batch, -1)
+    """log₂ Σ_j exp(s_j) over the visible keys and the sink, (*batch, n); +∞ where there are none."""
+    with on_device(q):
+        job = _job(q, k, k, rows, pattern, segments, scale)
+        return launches.log_sum_exp(job).reshape(*job.plan.batch, -1)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def forward_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, segments: Segments | None = None
+) -> tuple[Tensor, Tensor]:
+    """A V and log Σ exp of every row, (*batch, n) in float32: natural, −∞ for a row that sees nothing.
+
+    For parts of attention that are put together afterwards. The inputs may have any strides whose last is 1; nothing
+    is copied where the others are multiples of 16, and the output's axes lie in memory as those of q do.
+    """
+    with on_device(q):
+        job = _job(q, k, v, PLAIN, pattern, segments, scale)
+        o, lse = launches.attend(job)
+    natural = lse.masked_fill_(lse == inf, -inf).mul_(log(2))
+    return job.plan.as_given(o, v.shape[-1]), natural.reshape(*job.plan.batch, -1)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def backward_from(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    pattern: Pattern,
+    scale: float,
+    segments: Segments | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the keys seen here, where o and its natural log-sum-exp are those of the whole rows.
+
+    With a row's keys split among several calls, p = exp(s − lse) and δ = do·o are right in each, dk and dv are its own
+    and the parts of dq add up. The gradients' axes lie in memory as those of q, k and v do.
+    """
+    with on_device(q):
+        job = _job(q, k, v, PLAIN, pattern, segments, scale)
+        level = lse.float().mul(LOG2E).masked_fill_(lse == -inf, inf).expand(*job.plan.batch, -1).contiguous()
+        o, do = (launches.queries_like(job, x.to(q.dtype)) for x in (o, do))
+        grads = launches.gradients(job, o, level, do)
+    return _shaped(job, grads, q, k, v)
 
 
 class RowStatistics(NamedTuple):
@@ -79,25 +126,27 @@ class RowStatistics(NamedTuple):
 def row_statistics(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> RowStatistics:
-    """What one pass over q and k tells about the rows."""
-    plan = _plan(q, k, k, pattern, segments, scale)
-    with _on(q):
-        return RowStatistics(*(x.reshape(*plan.at.batch, -1) for x in launches.statistics(plan)))
+    """What one pass over q and k tells about the rows; a sink takes no part."""
+    with on_device(q):
+        job = _job(q, k, k, SoftmaxRows(softcap=rows.softcap), pattern, segments, scale)
+        return RowStatistics(*(x.reshape(*job.plan.batch, -1) for x in launches.statistics(job)))
 
 
-def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
+def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=None) -> list[str]:
     """Why the Triton kernels can't take these inputs."""
-    why = _about_scores(q, k, rows, pattern, scale)
+    why = about_scores(q, k, rows, pattern, scale)
     if segments is not None and not why:
-        why += _about_segments(q, k, v, segments)
+        why += about_segments(q, k, v, segments)
     if v.shape[-1] > WIDEST and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         why.append(f"gradients with values wider than {WIDEST} are not computed here")
     if 0 in v.shape:
         why.append("there is nothing to launch for an empty tensor")
+    if rows.sink is not None and not why:
+        why += _about_sink(q, k, v, rows.sink)
     return why
 
 
-def _about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
+def about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
     why = []
     if not (q.is_cuda or INTERPRETED):
         why.append(f"Triton kernels run on a GPU, the inputs are on {q.device}")
@@ -105,7 +154,7 @@ def _about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
         why.append(f"it takes bfloat16, float16 and float32, not {q.dtype}")
     if q.shape[-1] > WIDEST:
         why.append(f"keys wider than {WIDEST} do not fit, got {q.shape[-1]}")
-    if 0 in (*q.shape, *k.shape):
+    if 0 in q.shape or 0 in k.shape:
         why.append("there is nothing to launch for an empty tensor")
     if Reach.of(pattern) is None:
         why.append(
@@ -113,13 +162,14 @@ def _about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
         )
     if not scale > 0:
         why.append(f"the largest score is found before scaling, which takes a positive scale, got {scale}")
-    for name in ("bias", "bias_function", "softcap", "sink"):
-        if getattr(rows, name) is not None:
-            why.append(f"it has no {name}")
+    if rows.bias is not None:
+        why.append("it has no bias")
+    if rows.bias_function is not None:
+        why.append("it has no bias_function")
     return why
 
 
-def _about_segments(q, k, v, segments: Segments) -> list[str]:
+def about_segments(q, k, v, segments: Segments) -> list[str]:
     batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = launches.shared_axes(batch, k, v)
     for part in segments if isinstance(segments, tuple) else (segments,):
@@ -130,41 +180,59 @@ def _about_segments(q, k, v, segments: Segments) -> list[str]:
     return []
 
 
-def _plan(q, k, v, pattern, segments, scale, e=None) -> Plan:
+def _about_sink(q, k, v, sink: Tensor) -> list[str]:
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if torch.broadcast_shapes(batch, sink.shape) != batch:
+        return [f"the sink has more heads, {tuple(sink.shape)}, than the inputs, {tuple(batch)}"]
+    return []
+
+
+def _job(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> Job:
     reach = Reach.of(pattern)
     assert reach is not None, f"{pattern}: see objections"
     where = intervals(reach, q.shape[-2], k.shape[-2], segments, q.device)
-    return Plan(launches.heads(q, k, v), where, reach, scale, e)
+    sink = None if rows.sink is None else rows.sink / rows.temperature
+    return launches.job(q, k, v, where, scale, rows.softcap, sink)
 
 
-def _on(x: Tensor):
-    """Triton launches on the current device: make it that of x where it is not."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
+def _shaped(job: Job, grads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients with the axes and widths of the inputs."""
+    plan = job.plan
+    keys = *plan.lead, *(1,) * plan.shared
+    batches = plan.batch, keys, keys
+    dq, dk, dv = (_sized(x, batch, y) for x, batch, y in zip(grads[:3], batches, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _sized(grad: Tensor, batch: tuple[int, ...], x: Tensor) -> Tensor:
+    grad = grad.reshape(*batch, *grad.shape[-2:])
+    if grad.shape == x.shape:
+        return grad
+    return grad[..., : x.shape[-1]].sum_to_size(x.shape)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, pattern, segments, scale):
-        plan = _plan(q, k, v, pattern, segments, scale)
-        o, lse = launches.attend(plan)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = pattern, segments, scale
-        return o.reshape(*plan.at.batch, *o.shape[-2:])
+    def forward(ctx, q, k, v, sink, rows, pattern, segments, scale):
+        job = _job(q, k, v, rows, pattern, segments, scale)
+        o, lse = launches.attend(job)
+        ctx.save_for_backward(q, k, v, sink, o, lse)
+        ctx.rest = job.plan, job.rows, job.keys, job.sink, rows.temperature
+        return job.plan.as_given(o, v.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        plan = _plan(q, k, v, *ctx.rest)
-        at = plan.at
-        do = do.expand(*at.batch, *do.shape[-2:]).to(o.dtype)
-        do = do if do.stride(-1) == 1 else do.contiguous()
-        with as_given(q), _on(q):
-            grads = launches.gradients(plan, o, lse, do.reshape(o.shape))
-        tail = (1,) * at.shared
-        lead = at.batch[: len(at.batch) - at.shared]
-        dq = grads[0].reshape(*at.batch, *q.shape[-2:])
-        dk, dv = (x.reshape(*lead, *tail, *x.shape[-2:]) for x in grads[1:])
-        return *(g.sum_to_size(x.shape) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
+        q, k, v, sink, o, lse = ctx.saved_tensors
+        plan, rows, keys, level, temperature = ctx.rest
+        x, y, z = launches.heads(q, k, v)[:3] if plan.copies else (q, k, v)
+        job = Job(plan, x, y, z, rows, keys, level)
+        with as_given(q), on_device(q):
+            do = launches.queries_like(job, do.to(o.dtype))
+            grads = launches.gradients(job, o, lse, do)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            # the sink's weight times what a value of 0 there would change: p (0 − δ)
+            share = torch.exp2(level.reshape(lse.shape[:3])[..., None] - lse) * grads[3]
+            dsink = -share.sum(-1).reshape(plan.batch).sum_to_size(sink.shape).to(sink.dtype) / temperature
+        return *_shaped(job, grads, q, k, v), dsink, None, None, None, None

@@ -6,15 +6,18 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 
+from heedful.kernels import launching
+from heedful.kernels.launching import INTERPRETED, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
-from heedful.kernels.softmax.reach import Intervals, Reach
-from heedful.kernels.softmax.triton_forward import INTERPRETED
+from heedful.kernels.softmax.reach import Intervals
 from heedful.shapes import Tensor
 
 LOG2E = 1.4426950408889634
 WIDEST = 256
+NARROWEST = 64  # narrower tiles do not run faster, and one of 32 columns came out wrong on an H200 (README.md)
 
 
 class Config(NamedTuple):
@@ -26,19 +29,20 @@ class Config(NamedTuple):
     stages: int
 
 
+# Chosen on an H200 with benchmarks/gpu_softmax.py --tune; width 256 and float32 by what fits alone.
 # The key is the width (d and e up to it) and the bytes of an element.
 CONFIGS = {
     (64, 2): dict(
-        attend=Config(128, 64, 4, 3),
-        queries=Config(128, 64, 8, 3),
-        keys=Config(128, 64, 8, 3),
+        attend=Config(64, 64, 4, 3),
+        queries=Config(64, 32, 4, 3),
+        keys=Config(64, 64, 4, 2),
         adjoint=Config(128, 64, 4, 3),
-        statistics=Config(128, 64, 4, 3),
+        statistics=Config(128, 128, 4, 3),
     ),
     (128, 2): dict(
-        attend=Config(128, 64, 8, 3),
-        queries=Config(128, 64, 8, 2),
-        keys=Config(64, 64, 8, 2),
+        attend=Config(64, 64, 4, 3),
+        queries=Config(64, 64, 4, 2),
+        keys=Config(64, 32, 4, 2),
         adjoint=Config(128, 64, 8, 2),
         statistics=Config(128, 64, 8, 2),
     ),
@@ -53,7 +57,8 @@ CONFIGS = {
     (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
-PROGRAMS = 264  # parts of a long row or column that fill 132 multiprocessors twice
+PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
+PARTS = 64  # and the most of them: one program adds them up
 
 
 def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
@@ -61,16 +66,8 @@ def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def over(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power(x: int) -> int:
-    return max(16, 1 << (x - 1).bit_length())
-
-
 class Heads(NamedTuple):
-    """q (B, G, P, n, d), k (B, G, m, d) and v (B, G, m, e): views, where the strides allow it."""
+    """q (B, G, P, n, d), k (B, G, m, d) and v (B, G, m, e): views, where strides and widths allow it."""
 
     q: Tensor
     k: Tensor
@@ -90,11 +87,20 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """Inputs of any batch axes with those axes sorted: apart, a head of keys, the query heads that share it."""
     batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = shared_axes(batch, k, v)
+    lead = batch[: len(batch) - shared]
+    q, k, v = (aligned(x) for x in (q, k, v))
+    k, v = (_leading(x, lead, shared).reshape(*_two(lead), *x.shape[-2:]) for x in (k, v))
+    return Heads(_by_key_head(q, batch, shared), k, v, batch, shared)
+
+
+def _two(lead: tuple[int, ...]) -> tuple[int, int]:
+    return prod(lead[:-1]), lead[-1] if lead else 1
+
+
+def _by_key_head(x: Tensor, batch: tuple[int, ...], shared: int) -> Tensor:
+    """(B, G, P, ·, ·) from a tensor of queries."""
     lead, tail = batch[: len(batch) - shared], batch[len(batch) - shared :]
-    B, G, P = prod(lead[:-1]), lead[-1] if lead else 1, prod(tail)
-    q = _plain(q.expand(*batch, *q.shape[-2:])).reshape(B, G, P, *q.shape[-2:])
-    k, v = (_plain(_leading(x, lead, shared)).reshape(B, G, *x.shape[-2:]) for x in (k, v))
-    return Heads(q, k, v, batch, shared)
+    return x.expand(*batch, *x.shape[-2:]).reshape(*_two(lead), prod(tail), *x.shape[-2:])
 
 
 def _leading(x: Tensor, lead: tuple[int, ...], shared: int) -> Tensor:
@@ -103,26 +109,48 @@ def _leading(x: Tensor, lead: tuple[int, ...], shared: int) -> Tensor:
     return x.reshape(*x.shape[: len(lead)], *x.shape[-2:]).expand(*lead, *x.shape[-2:])
 
 
-def _plain(x: Tensor) -> Tensor:
-    """Columns one after another, which is what the kernels read."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy with zeros behind its columns: what the kernels read comes in whole groups of 16 bytes.
+
+    Others would be loaded element by element, and each kind of them would be one more program to compile.
+    """
+    width = x.shape[-1]
+    if width % 16:
+        return F.pad(x, (0, up(width, 16) - width))
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in _strides(x)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of all axes but the last; 0 where there is one place only."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
 
 
 class Plan:
-    """What the launches for one set of inputs share."""
+    """What calls with inputs of one kind share: sizes, strides, constants, compiled programs."""
 
-    def __init__(self, at: Heads, where: Intervals, reach: Reach, scale: float, e: int | None = None):
-        self.at, self.where, self.reach, self.scale = at, where, reach, scale
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, where: Intervals, scale: float, cap: float | None):
+        at = heads(q, k, v)
+        self.batch, self.shared = at.batch, at.shared
+        self.lead = at.batch[: len(at.batch) - at.shared]
+        self.copies = any(x.data_ptr() != y.data_ptr() for x, y in zip(at[:3], (q, k, v), strict=True))
         self.B, self.G, self.P, self.n, self.d = at.q.shape
-        self.m, self.e = at.v.shape[-2], at.v.shape[-1] if e is None else e
-        lead = at.batch[: len(at.batch) - at.shared]
-        tables = (_leading(x, lead, at.shared) for x in (where.rows, where.keys))
-        self.rows, self.keys = (x.reshape(self.B, self.G, *x.shape[-2:]) for x in tables)
-        width = max(64, power(self.d), min(power(self.e), WIDEST))
-        self.configs = CONFIGS[width, at.q.element_size()]
-        self.D, self.E = power(self.d), min(power(self.e), WIDEST)
-        low = at.q.dtype != torch.float32
-        operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[at.q.dtype]
+        self.m, self.e = at.k.shape[-2], at.v.shape[-1]
+        self.heads = self.B * self.G * self.P
+        self.orders = tuple(_order(x) for x in at[:3])
+        self.strides = *_strides(at.q), *_strides(at.k), *_strides(at.v)
+        rows, keys = self.tables(where)
+        self.tables_at = *_strides(rows)[:2], *_strides(keys)[:2]
+        self.first_rows, self.first_keys = where.first_rows, where.first_keys
+        self.sinks, self.global_rows = where.reach.sinks, where.reach.heads
+        self.D, self.E = (max(NARROWEST, power(x)) for x in (self.d, min(self.e, WIDEST)))
+        width = max(self.D, self.E)
+        self.configs: dict[str, Config] = CONFIGS[width, q.element_size()]
+        self.scales = scale * LOG2E, 1.0 if cap is None else cap * LOG2E
+        self.scale = scale
+        operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype]
+        low = q.dtype != torch.float32
         self.constants = dict(
             D=self.D,
             E=self.E,
@@ -131,220 +159,252 @@ class Plan:
             EVEN_E=self.e % self.E == 0,
             OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
             PRECISION="tf32" if low else ("tf32x3" if width < 256 else "ieee"),
+            CAPPED=cap is not None,
         )
+        self.ready: dict = {}
 
-    @property
-    def heads(self) -> int:
-        return self.B * self.G * self.P
+    def tables(self, where: Intervals) -> tuple[Tensor, Tensor]:
+        """The intervals of queries and keys, (B, G, 4, ·)."""
+        tables = (_leading(x, self.lead, self.shared) for x in (where.rows, where.keys))
+        rows, keys = (x.reshape(self.B, self.G, *x.shape[-2:]) for x in tables)
+        return rows, keys
 
-    def strides(self):
-        """Of q, k and v."""
-        return *self.at.q.stride()[:4], *self.at.k.stride()[:3], *self.at.v.stride()[:3]
-
-    def tables(self):
-        return *self.rows.stride()[:2], *self.keys.stride()[:2]
-
-    def launch(self, kernel, name, tensors, numbers, ends, heads, skip, stop, parts, prefix, **constants):
+    def launch(self, name, kernel, key, pointers, steps, ends, heads, skip, stop, parts, prefix, **constants) -> None:
         """`kernel` for rows [skip, stop) of so many heads."""
-        config: Config = self.configs[name]
-        blocks = over(stop, config.rows)
-        columns = over(self.e, self.E)
-        kernel[blocks * parts * heads, columns](
-            *tensors,
-            *numbers,
-            *self.tables(),
-            *(self.n, self.m, self.d, self.e, skip, stop, blocks),
-            *ends,
-            *(self.G, self.P),
-            **self.constants,
-            **constants,
-            ROWS=config.rows,
-            TILE=config.tile,
-            PREFIX=min(power(prefix), config.tile) if prefix else 0,
-            PARTS=parts,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+
+        def describe():
+            config = self.configs[name]
+            blocks = over(stop, config.rows)
+            grid = blocks * parts * heads, over(self.e, self.E)
+            numbers = (
+                *(*self.strides, *steps(), *self.tables_at),
+                *(self.n, self.m, self.d, self.e, skip, stop, blocks, *self.scales, *ends, self.G, self.P),
+            )
+            tiles = dict(ROWS=config.rows, TILE=config.tile, PARTS=parts, PREFIX=_prefix(prefix, config))
+            options = dict(num_warps=config.warps, num_stages=config.stages)
+            return kernel, grid, numbers, {**self.constants, **constants, **tiles}, options
+
+        launching.launch(self.ready, (name, skip, stop, parts, *key), pointers, describe)
 
     def parts(self, heads: int, rows: int, across: int, name: str) -> int:
         """In how many parts to walk the first rows, each of which is as long as the sequence."""
-        config: Config = self.configs[name]
+        config = self.configs[name]
         most = max(1, over(across, 4 * config.tile))
-        return min(most, over(PROGRAMS, heads * over(rows, config.rows)))
+        return min(most, PARTS, over(PROGRAMS, heads * over(rows, config.rows)))
+
+    def as_given(self, x: Tensor, width: int) -> Tensor:
+        """A tensor of the kernels with the batch axes of the inputs and without the columns that were added."""
+        x = x.reshape(*self.batch, *x.shape[3:])
+        return x if x.shape[-1] == width else x[..., :width]
 
 
-def attend(plan: Plan) -> tuple[Tensor, Tensor]:
+def _prefix(tokens: int, config: Config) -> int:
+    return min(max(16, power(tokens)), config.tile) if tokens else 0
+
+
+def _order(x: Tensor) -> tuple[int, ...] | None:
+    """The axes as they lie in memory, the farthest apart first; None where that is their order anyway."""
+    apart = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
+    order = sorted(apart, key=x.stride, reverse=True)
+    if order == apart or any(x.stride(axis) == 0 for axis in apart):
+        return None
+    return (*(axis for axis in range(x.ndim - 1) if axis not in apart), *order, x.ndim - 1)
+
+
+def _ordered(shape: tuple[int, ...], order: tuple[int, ...] | None, like: Tensor) -> Tensor:
+    """An empty tensor of that shape with its axes in that order in memory."""
+    if order is None:
+        return empty(shape, like, like.dtype)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return empty([shape[axis] for axis in order], like, like.dtype).permute(back)
+
+
+class Job(NamedTuple):
+    """One call: its plan, and what the kernels read."""
+
+    plan: Plan
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    keys: Tensor
+    sink: Tensor | None = None  # (B, G, P), base 2
+
+
+PLANS: dict[tuple, Plan] = {}
+
+
+def job(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: Intervals,
+    scale: float,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+) -> Job:
+    """The call, with the plan for inputs that Triton would treat alike."""
+    key = (
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device),
+        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+        *(where.reach, where.rows.shape, where.first_rows, where.first_keys, where.segmented, scale, cap),
+    )
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= 1024:
+            PLANS.clear()
+        plan = PLANS[key] = Plan(q, k, v, where, scale, cap)
+    if plan.copies:
+        q, k, v = heads(q, k, v)[:3]
+    rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
+    if sink is not None:
+        sink = (sink.float() * LOG2E).expand(plan.batch).contiguous()
+    return Job(plan, q, k, v, rows, keys, sink)
+
+
+def queries_like(job: Job, x: Tensor) -> Tensor:
+    """(B, G, P, n, ·) of a tensor with the batch axes of the inputs."""
+    return _by_key_head(aligned(x), job.plan.batch, job.plan.shared)
+
+
+def attend(job: Job) -> tuple[Tensor, Tensor]:
     """o (B, G, P, n, e) and lse (B, G, P, n) in base 2."""
-    o = _like_queries(plan)
-    return o, _attend_all(plan, o)
+    plan = job.plan
+    o = _ordered((plan.B, plan.G, plan.P, plan.n, plan.e), plan.orders[0], job.q)
+    return o, _attend_all(job, o)
 
 
-def log_sum_exp(plan: Plan) -> Tensor:
+def log_sum_exp(job: Job) -> Tensor:
     """lse (B, G, P, n) in base 2."""
-    return _attend_all(plan, None)
+    return _attend_all(job, None)
 
 
-def _attend_all(plan: Plan, o: Tensor | None) -> Tensor:
-    q = plan.at.q
-    lse = empty((plan.B, plan.G, plan.P, plan.n), q)
-    first = plan.where.first_rows
+def _attend_all(job: Job, o: Tensor | None) -> Tensor:
+    plan, first = job.plan, job.plan.first_rows
+    lse = empty((plan.B, plan.G, plan.P, plan.n), job.q)
     if first < plan.n:
-        _attend(plan, o, lse, first, plan.n, 1, plan.reach.sinks)
+        attend_rows(job, o, lse, first, plan.n, 1, plan.sinks)
     if first:
         parts = plan.parts(plan.heads, first, plan.m, "attend")
         shape = (parts, plan.B, plan.G, plan.P, first)
-        some_lse = empty(shape, q)
-        some = None if o is None else empty((*shape, plan.e), q)
-        _attend(plan, some, some_lse, 0, first, parts, 0)
-        _merge(o, lse, some, some_lse)
+        some_lse = empty(shape, job.q)
+        some = None if o is None else empty((*shape, plan.e), job.q)
+        attend_rows(job, some, some_lse, 0, first, parts, 0)
+        _merge(job, o, lse, some, some_lse)
     return lse
 
 
-def _attend(plan: Plan, o, lse, skip, stop, parts, prefix) -> None:
-    at = plan.at
-    target = lse if o is None else o
-    steps = (0,) * 5 if o is None else (*o.stride()[-5:-1], o.stride(0) if o.ndim == 6 else 0)
+def attend_rows(job: Job, o: Tensor | None, lse: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
+    plan, sink = job.plan, job.sink
+    pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, job.rows, job.keys)
     plan.launch(
-        triton_forward.attend,
-        "attend",
-        (at.q, at.k, at.v, target, lse, plan.rows, plan.keys),
-        (*plan.strides(), *steps),
-        (plan.scale * LOG2E,),
-        plan.heads,
-        skip,
-        stop,
-        parts,
-        prefix,
+        *("attend", triton_forward.attend, (o is None, sink is None), pointers),
+        lambda: (0,) * 5 if o is None else (*_strides(o)[-4:], o.stride(0) if o.ndim == 6 else 0),
+        *((), plan.heads, skip, stop, parts, prefix),
         VALUES=o is not None,
+        SINK=sink is not None,
     )
 
 
-def _merge(o, lse, some, some_lse) -> None:
-    """Parts of the first rows made one: o = Σ 2^(lse_p − lse) o_p."""
-    first = some_lse.shape[-1]
-    level = some_lse.masked_fill(some_lse == torch.inf, -torch.inf)
-    peak = level.amax(0)
-    weight = torch.exp2(level - peak.masked_fill(peak == -torch.inf, 0))
-    mass = weight.sum(0)
-    lse[..., :first] = torch.where(mass > 0, peak + mass.log2(), torch.inf)
-    if o is not None:
-        o[..., :first, :] = ((weight / mass.clamp(min=1))[..., None] * some).sum(0).to(o.dtype)
+def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_lse: Tensor) -> None:
+    plan, parts, first = job.plan, len(some_lse), some_lse.shape[-1]
+
+    def describe():
+        steps = (0,) * 4 if o is None else _strides(o)
+        numbers = (*steps, plan.n, first, plan.heads, parts, plan.e, plan.G, plan.P)
+        grid = plan.heads * first, over(plan.e, plan.E)
+        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None)
+        return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
+
+    pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse)
+    launching.launch(plan.ready, ("merge", o is None), pointers, describe)
 
 
-def _like_queries(plan: Plan) -> Tensor:
-    """The output, tokens before heads in memory where q has them so."""
-    q = plan.at.q
-    if q.stride(-2) > max(q.stride(1), q.stride(2)):
-        return empty((plan.B, plan.n, plan.G, plan.P, plan.e), q, q.dtype).permute(0, 2, 3, 1, 4)
-    return empty((plan.B, plan.G, plan.P, plan.n, plan.e), q, q.dtype)
-
-
-def gradients(plan: Plan, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, G, P, n, d), dk (B, G, m, d), dv (B, G, m, e)."""
-    q, k, v = plan.at[:3]
-    dq, dk, dv = (empty(x.shape, x, x.dtype) for x in (q, k, v))
-    delta = empty(lse.shape, q)
-    first = plan.where.first_rows
+def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq (B, G, P, n, d), dk (B, G, m, d), dv (B, G, m, e) and δ (B, G, P, n)."""
+    plan, like = job.plan, job.q
+    shape = plan.B, plan.G
+    dq = _ordered((*shape, plan.P, plan.n, plan.d), plan.orders[0], like)
+    dk = _ordered((*shape, plan.m, plan.d), plan.orders[1], like)
+    dv = _ordered((*shape, plan.m, plan.e), plan.orders[2], like)
+    delta = empty(lse.shape, like)
+    first = plan.first_rows
     if first < plan.n:
-        _queries(plan, o, lse, do, delta, dq, first, plan.n, 1, plan.reach.sinks)
+        query_rows(job, o, lse, do, delta, dq, first, plan.n, 1, plan.sinks)
     if first:
         parts = plan.parts(plan.heads, first, plan.m, "queries")
-        some = empty((parts, *dq.shape[:3], first, plan.d), q)
-        _queries(plan, o, lse, do, delta, some, 0, first, parts, 0)
-        dq[..., :first, :] = some.sum(0).to(dq.dtype)
-    _all_keys(plan, lse, do, delta, dk, dv)
-    return dq, dk, dv
+        some = empty((parts, *dq.shape[:3], first, plan.d), like)
+        query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
+        dq[..., :first, :] = some.sum(0)
+    _all_keys(job, lse, do, delta, dk, dv)
+    return dq, dk, dv, delta
 
 
-def _queries(plan: Plan, o, lse, do, delta, dq, skip, stop, parts, prefix) -> None:
-    at = plan.at
-    steps = (*o.stride()[:4], *do.stride()[:4], *dq.stride()[-5:-1], dq.stride(0) if dq.ndim == 6 else 0)
+def query_rows(job: Job, o, lse, do, delta, dq, skip, stop, parts, prefix) -> None:
+    plan = job.plan
+    pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, job.rows, job.keys)
     plan.launch(
-        triton_backward.queries,
-        "queries",
-        (at.q, at.k, at.v, o, do, lse, delta, dq, plan.rows, plan.keys),
-        (*plan.strides(), *steps),
-        (plan.scale * LOG2E, plan.scale),
-        plan.heads,
-        skip,
-        stop,
-        parts,
-        prefix,
+        *("queries", triton_backward.queries, (o.stride(), do.stride()), pointers),
+        lambda: (*_strides(o), *_strides(do), *_strides(dq)[-4:], dq.stride(0) if dq.ndim == 6 else 0),
+        *((plan.scale,), plan.heads, skip, stop, parts, prefix),
     )
 
 
-def adjoint(plan: Plan, lse: Tensor, y: Tensor) -> Tensor:
+def adjoint(job: Job, lse: Tensor, y: Tensor) -> Tensor:
     """Aᵀ y (B, G, m, e), summed over the heads that share keys."""
+    plan = job.plan
     out = empty((plan.B, plan.G, plan.m, plan.e), y, y.dtype)
-    _all_keys(plan, lse, y, None, None, out)
+    _all_keys(job, lse, y, None, None, out)
     return out
 
 
-def _all_keys(plan: Plan, lse, do, delta, dk, dv) -> None:
-    first = plan.where.first_keys
+def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tensor | None, dv: Tensor) -> None:
+    plan, first = job.plan, job.plan.first_keys
     if first < plan.m:
-        _keys(plan, lse, do, delta, dk, dv, first, plan.m, 1, plan.reach.heads)
+        key_rows(job, lse, do, delta, dk, dv, first, plan.m, 1, plan.global_rows)
     if first:
         parts = plan.parts(plan.B * plan.G, first, plan.n, "adjoint" if dk is None else "keys")
-        some_v = empty((parts, *dv.shape[:2], first, plan.e), dv)
-        some_k = some_v[..., :0] if dk is None else empty((parts, *dk.shape[:2], first, plan.d), dv)
-        _keys(plan, lse, do, delta, None if dk is None else some_k, some_v, 0, first, parts, 0)
-        dv[..., :first, :] = some_v.sum(0).to(dv.dtype)
-        if dk is not None:
-            dk[..., :first, :] = some_k.sum(0).to(dk.dtype)
+        shape = (parts, plan.B, plan.G, first)
+        some_v = empty((*shape, plan.e), dv)
+        some_k = None if dk is None else empty((*shape, plan.d), dv)
+        key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
+        dv[..., :first, :] = some_v.sum(0)
+        if dk is not None and some_k is not None:
+            dk[..., :first, :] = some_k.sum(0)
 
 
-def _keys(plan: Plan, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
-    at, alone = plan.at, dk is None
+def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
+    plan, alone = job.plan, dk is None
     if alone:
         dk, delta = dv, lse  # not touched
-    steps = do.stride()[:4]
-    for x in (dk, dv):
-        steps += (*x.stride()[-4:-1], x.stride(0) if x.ndim == 5 else 0)
+    pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, job.rows, job.keys)
+
+    def steps():
+        ends = ((*_strides(x)[-3:], x.stride(0) if x.ndim == 5 else 0) for x in (dk, dv))
+        return *_strides(do), *(step for end in ends for step in end)
+
     plan.launch(
-        triton_backward.keys,
-        "adjoint" if alone else "keys",
-        (
-            at.q,
-            at.k,
-            at.v,
-            do,
-            lse,
-            lse if delta is None else delta,
-            dv if dk is None else dk,
-            dv,
-            plan.rows,
-            plan.keys,
-        ),
-        (*plan.strides(), *steps),
-        (plan.scale * LOG2E, plan.scale),
-        plan.B * plan.G,
-        skip,
-        stop,
-        parts,
-        prefix,
+        *("adjoint" if alone else "keys", triton_backward.keys, (do.stride(),), pointers, steps),
+        *((plan.scale,), plan.B * plan.G, skip, stop, parts, prefix),
         DK=not alone,
     )
 
 
-def statistics(plan: Plan) -> tuple[Tensor, ...]:
-    """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n)."""
-    at, config = plan.at, plan.configs["statistics"]
+def statistics(job: Job) -> tuple[Tensor, ...]:
+    """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n); a sink takes no part."""
+    plan, config = job.plan, job.plan.configs["statistics"]
     shape = (plan.B, plan.G, plan.P, plan.n)
-    found = tuple(empty(shape, at.q) for _ in range(4))
-    places = empty(shape, at.q, torch.int32)
-    blocks = over(plan.n, config.rows)
-    prefix = plan.reach.sinks
-    constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION")}
-    triton_rows.statistics[(blocks * plan.heads,)](
-        *(at.q, at.k, *found, places, plan.rows, plan.keys),
-        *(*at.q.stride()[:4], *at.k.stride()[:3], *plan.tables()),
-        *(plan.n, plan.m, plan.d, blocks, plan.scale * LOG2E, plan.G, plan.P),
-        **constants,
-        ROWS=config.rows,
-        TILE=config.tile,
-        PREFIX=min(power(prefix), config.tile) if prefix else 0,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    found = tuple(empty(shape, job.q) for _ in range(4))
+    places = empty(shape, job.q, torch.int32)
+
+    def describe():
+        blocks = over(plan.n, config.rows)
+        numbers = (*plan.strides[:7], *plan.tables_at, plan.n, plan.m, plan.d, blocks, *plan.scales, plan.G, plan.P)
+        constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION", "CAPPED")}
+        constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=_prefix(plan.sinks, config))
+        options = dict(num_warps=config.warps, num_stages=config.stages)
+        return triton_rows.statistics, (blocks * plan.heads,), numbers, constants, options
+
+    pointers = (job.q, job.k, *found, places, job.rows, job.keys)
+    launching.launch(plan.ready, "statistics", pointers, describe)
     return *found, places

@@ -42,6 +42,7 @@ class Reach:
         return self.sinks == self.heads == 0
 
     @classmethod
+    @lru_cache(64)
     def of(cls, pattern: Pattern) -> Reach | None:
         """The pattern's numbers; None where six do not describe it."""
         match pattern:
@@ -117,6 +118,7 @@ class Intervals:
     first_rows: int
     first_keys: int
     segmented: bool
+    reach: Reach
 
 
 def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: torch.device) -> Intervals:
@@ -157,7 +159,7 @@ def _unsegmented(reach: Reach, n: int, m: int, device: torch.device) -> Interval
     rows = _of_queries(reach, i, 0, m)
     keys = _of_keys(reach, j, 0, n, m - n)
     first_rows = min(max(reach.heads - (m - n), 0), n)
-    return Intervals(rows, keys, first_rows, min(reach.sinks, m), False)
+    return Intervals(rows, keys, first_rows, min(reach.sinks, m), False, reach)
 
 
 def _segmented(reach: Reach, n: int, m: int, segments: Segments) -> Intervals:
@@ -171,7 +173,7 @@ def _segmented(reach: Reach, n: int, m: int, segments: Segments) -> Intervals:
     start, queries = among_queries.of(key_ids)
     _, count = among_keys.of(key_ids)
     keys = _without(_of_keys(reach, j, start, queries, count - queries), (key_ids < 0) | (queries == 0))
-    return Intervals(rows, keys, 0, 0, True)
+    return Intervals(rows, keys, 0, 0, True, reach)
 
 
 class _Runs:
@@ -255,7 +257,10 @@ def _without(x: Tensor, dead: Tensor) -> Tensor:
 
 
 def inside(where: Intervals, n: int, m: int, least: int | None, most: int | None) -> Intervals:
-    """The same for the keys at offsets least … most alone, both inside; only the intervals of the queries hold."""
+    """The same for the keys at offsets least … most alone, both inside; only the intervals of the queries hold.
+
+    The prefixes of neighbours begin apart then, as those of segments do, and are walked like them.
+    """
     i = torch.arange(m - n, m, device=where.rows.device)
     lo, hi, start, stop = where.rows.long().unbind(-2)
     dead, cuts = lo == NOWHERE, (torch.maximum, torch.minimum)
@@ -264,4 +269,4 @@ def inside(where: Intervals, n: int, m: int, least: int | None, most: int | None
     empty = stop <= start
     start, stop = torch.where(empty, NOWHERE, start), torch.where(empty, 0, stop)
     rows = torch.stack([lo, torch.maximum(lo, hi), start, stop], -2).int()
-    return replace(where, rows=_without(rows, dead), first_rows=0, first_keys=0)
+    return replace(where, rows=_without(rows, dead), first_rows=0, first_keys=0, segmented=True)

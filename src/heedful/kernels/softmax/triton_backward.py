@@ -1,6 +1,7 @@
 """The gradients of softmax attention in Triton, and its adjoint.
 
     p_ij = 2^(x_ij − lse_i) again from q, k and lse;   δ_i = do_i·o_i;   ds = p ∘ (do vᵀ − δ)
+    cap         ds ∘ (1 − (x / c)²)
     queries     a block of queries over its keys:   dq = scale · ds k      (writes δ for the keys)
     keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  one query head after another
     adjoint     the same walk, dv alone:            Aᵀ y = pᵀ y
@@ -15,7 +16,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heedful.kernels.softmax.triton_forward import NOWHERE, cut, exp2, reach_of, read, sees, share, takes_part, write
+from heedful.kernels.softmax.triton_forward import (
+    LENGTHS,
+    NOWHERE,
+    capped,
+    cut,
+    exp2,
+    reach_of,
+    read,
+    sees,
+    share,
+    takes_part,
+    write,
+)
 
 
 @triton.jit
@@ -33,6 +46,7 @@ def _add_keys(
     sk_n,
     sv_n,
     scale,
+    cap,
     d,
     e,
     in_d,
@@ -43,21 +57,27 @@ def _add_keys(
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """dq gains the part of one tile of keys."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     values = read(v, start, sv_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
     x = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if CAPPED:
+        x = capped(x * scale, cap)
+        scale = 1.0
     p = exp2(x * scale - lse[:, None])
     if MASKED:
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
+    if CAPPED:
+        ds *= 1.0 - (x / cap) * (x / cap)
     return tl.dot(ds.to(OPERAND), keys, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "sdq_part"])
+@triton.jit(do_not_specialize=[*LENGTHS, "sdq_part"])
 def queries(
     q,
     k,
@@ -104,6 +124,7 @@ def queries(
     stop,
     blocks,
     scale,
+    cap,
     factor,
     G,
     P,
@@ -118,6 +139,7 @@ def queries(
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """dq and δ of queries [skip, stop) of every head."""
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -166,8 +188,8 @@ def queries(
                 real = takes_part(keys, j, m, SEGMENTS)
                 seen = real[None, :] & (j[None, :] < end[:, None])
                 acc = _add_keys(
-                    query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-                    PREFIX, True, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                    query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+                    PREFIX, True, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
@@ -176,15 +198,15 @@ def queries(
         seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
         real = takes_part(keys, j, m, SEGMENTS)
         acc = _add_keys(
-            query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-            TILE, True, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+            TILE, True, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
         at = first + (left + t) * TILE
         acc = _add_keys(
-            query, dout, level, dot, acc, at, here, here, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-            TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            query, dout, level, dot, acc, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+            TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
     write(dq, start, sdq_n, within, in_d, here, d, tl.where(alive[:, None], acc * factor, 0.0))
@@ -206,6 +228,7 @@ def _add_queries(
     sq_n,
     sdo_n,
     scale,
+    cap,
     d,
     e,
     in_d,
@@ -217,6 +240,7 @@ def _add_queries(
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """dk and dv gain the part of one tile of queries."""
     within = tl.arange(0, TILE)
@@ -227,6 +251,9 @@ def _add_queries(
     else:
         level = tl.load(lse + start + within)
     x = tl.dot(k, tl.trans(query), input_precision=PRECISION)
+    if CAPPED:
+        x = capped(x * scale, cap)
+        scale = 1.0
     p = exp2(x * scale - level[None, :])
     if MASKED:
         p = tl.where(seen, p, 0.0)
@@ -238,15 +265,13 @@ def _add_queries(
             dot = tl.load(delta + start + within)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = p * (dp - dot[None, :])
+        if CAPPED:
+            ds *= 1.0 - (x / cap) * (x / cap)
         dk = tl.dot(ds.to(OPERAND), query, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "sdk_part", "sdv_part")
-    ]
-)
+@triton.jit(do_not_specialize=[*LENGTHS, "sdk_part", "sdv_part"])
 def keys(
     q,
     k,
@@ -292,6 +317,7 @@ def keys(
     stop,
     blocks,
     scale,
+    cap,
     factor,
     G,
     P,
@@ -307,6 +333,7 @@ def keys(
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """dk and dv, or dv alone, of keys [skip, stop) of every head of keys."""
     block = tl.program_id(0) % blocks  # the first keys of a causal pattern are seen by most
@@ -355,8 +382,8 @@ def keys(
                     real = takes_part(rows, i, n, SEGMENTS)
                     seen = real[None, :] & (i[None, :] < end[:, None]) & (i[None, :] >= begin[:, None])
                     acc_k, acc_v = _add_queries(
-                        key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
-                        in_d, in_e, PREFIX, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                        key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
+                        in_d, in_e, PREFIX, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                     )  # fmt: skip
         begin_t, finish = share(left + total - right, part, PARTS)
         for t in range(begin_t, finish):
@@ -365,15 +392,15 @@ def keys(
             seen = sees(i, lo, hi, late, until, PREFIX, SEGMENTS)
             real = takes_part(rows, i, n, SEGMENTS)
             acc_k, acc_v = _add_queries(
-                key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
-                in_d, in_e, TILE, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
+                in_d, in_e, TILE, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
             )  # fmt: skip
         begin_t, finish = share(right - left, part, PARTS)
         for t in range(begin_t, finish):
             at = first + (left + t) * TILE
             acc_k, acc_v = _add_queries(
-                key, value, acc_k, acc_v, at, here, here, q, do, lse, delta, sq_n, sdo_n, scale, d, e,
-                in_d, in_e, TILE, False, DK, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                key, value, acc_k, acc_v, at, here, here, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
+                in_d, in_e, TILE, False, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
             )  # fmt: skip
         q += sq_p
         do += sdo_p

@@ -3,8 +3,10 @@
     q, k, v     (B, G, P, n, d), (B, G, m, d), (B, G, m, e): P query heads share a head of keys
     walk        keys [min lo, max hi) of the block in tiles, and the prefix in narrower ones; tiles that every query
                 sees whole carry no mask
-    softmax     online: x = scale · log₂e · q·k,  peak ← max,  mass ← mass · 2^(old − new) + Σ 2^(x − peak)
+    score       x = scale · log₂e · q·k, or with a cap c · tanh(x / c)
+    softmax     online: peak ← max,  mass ← mass · 2^(old − new) + Σ 2^(x − peak)
     out         o = acc / mass, lse = peak + log₂ mass (base 2; +∞ for a query that sees nothing, whose o is 0)
+    sink        a logit without a value: the walk begins with peak = sink, mass = 1
 
 Which keys a query sees stands in four numbers a query (reach.py), read from memory: nothing is compiled for a length,
 a window or a pattern. Each element is written by one program in a fixed order: runs are bit-equal.
@@ -16,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from heedful.kernels.launching import INTERPRETED
 from heedful.kernels.softmax import reach
 
-INTERPRETED = triton.knobs.runtime.interpret
 NOWHERE = tl.constexpr(reach.NOWHERE)
 
 if INTERPRETED:
@@ -34,6 +36,14 @@ else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def capped(x, cap):
+    """cap · tanh(x / cap), by one power of two."""
+    fall = exp2(tl.abs(x) * (-2.8853900817779268 / cap))  # exp(−2 |x| / cap)
+    size = cap * (1.0 - fall) / (1.0 + fall)
+    return tl.where(x < 0, -size, size)
 
 
 @triton.jit
@@ -130,6 +140,7 @@ def _add_tile(
     sk_n,
     sv_n,
     scale,
+    cap,
     d,
     e,
     in_d,
@@ -141,11 +152,15 @@ def _add_tile(
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One tile of keys more."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     x = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if CAPPED:
+        x = capped(x * scale, cap)
+        scale = 1.0
     if MASKED:
         x = tl.where(seen, x, float("-inf"))
     new = tl.maximum(peak, tl.max(x, 1) * scale)
@@ -161,13 +176,18 @@ def _add_tile(
     return acc, new, mass
 
 
-@triton.jit(do_not_specialize=["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "so_part"])
+# Lengths are not compiled in: sequences of any length share one program.
+LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"]
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "so_part"])
 def attend(
     q,
     k,
     v,
     o,
     lse,
+    sink,
     rows,
     keys,
     sq_b,
@@ -197,6 +217,7 @@ def attend(
     stop,
     blocks,
     scale,
+    cap,
     G,
     P,
     D: tl.constexpr,
@@ -207,10 +228,12 @@ def attend(
     SEGMENTS: tl.constexpr,
     PARTS: tl.constexpr,
     VALUES: tl.constexpr,
+    SINK: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Queries [skip, stop) of every head; with PARTS > 1 each takes a share of the keys and writes what that gives."""
     block = blocks - 1 - tl.program_id(0) % blocks  # the last queries of a causal pattern have most to do
@@ -239,6 +262,10 @@ def attend(
     acc = tl.zeros([ROWS, E], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
+    if SINK:
+        if part == 0:
+            peak = tl.load(sink + head) + tl.zeros([ROWS], tl.float32)
+            mass = tl.full([ROWS], 1.0, tl.float32)
 
     if PREFIX:
         if part == 0:
@@ -248,8 +275,8 @@ def attend(
                 real = takes_part(keys, j, m, SEGMENTS)
                 seen = real[None, :] & (j[None, :] < end[:, None])
                 acc, peak, mass = _add_tile(
-                    queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-                    PREFIX, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION,
+                    queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+                    PREFIX, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
@@ -258,15 +285,15 @@ def attend(
         seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
         real = takes_part(keys, j, m, SEGMENTS)
         acc, peak, mass = _add_tile(
-            queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-            TILE, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+            TILE, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
         at = first + (left + t) * TILE
         acc, peak, mass = _add_tile(
-            queries, acc, peak, mass, at, here, here, k, v, sk_n, sv_n, scale, d, e, in_d, in_e,
-            TILE, False, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION,
+            queries, acc, peak, mass, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+            TILE, False, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
     sighted = (mass != 0) & (lo != NOWHERE)  # padding sees nothing, whatever its query holds

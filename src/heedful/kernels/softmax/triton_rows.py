@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heedful.kernels.softmax.triton_forward import NOWHERE, cut, exp2, reach_of, read, sees, takes_part
+from heedful.kernels.softmax.triton_forward import NOWHERE, capped, cut, exp2, reach_of, read, sees, takes_part
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -31,6 +31,7 @@ def _add_tile(
     k,
     sk_n,
     scale,
+    cap,
     d,
     in_d,
     TILE: tl.constexpr,
@@ -38,11 +39,14 @@ def _add_tile(
     EVEN_D: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One tile of keys more."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+    if CAPPED:
+        x = capped(x, cap)
     if MASKED:
         x = tl.where(seen, x, float("-inf"))
     top = tl.max(x, 1)
@@ -62,7 +66,7 @@ def _add_tile(
     return new, mass, square, lean, where
 
 
-@triton.jit(do_not_specialize=["n", "m", "blocks", "rows_b", "rows_g", "keys_b", "keys_g"])
+@triton.jit(do_not_specialize=["n", "m", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"])
 def statistics(
     q,
     k,
@@ -89,6 +93,7 @@ def statistics(
     d,
     blocks,
     scale,
+    cap,
     G,
     P,
     D: tl.constexpr,
@@ -99,6 +104,7 @@ def statistics(
     EVEN_D: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """lse (base 2), Σ a², entropy (nats), max a and its key, of every query; ∞, 0, 0, 0, −1 where nothing is seen."""
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -132,8 +138,8 @@ def statistics(
             real = takes_part(keys, j, m, SEGMENTS)
             seen = real[None, :] & (j[None, :] < end[:, None])
             peak, mass, square, lean, where = _add_tile(
-                queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, d, in_d,
-                PREFIX, True, EVEN_D, OPERAND, PRECISION,
+                queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, cap, d, in_d,
+                PREFIX, True, EVEN_D, OPERAND, PRECISION, CAPPED,
             )  # fmt: skip
     for t in range(0, left + total - right):
         at = first + tl.where(t < left, t, t - left + right) * TILE
@@ -141,14 +147,14 @@ def statistics(
         seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
         real = takes_part(keys, j, m, SEGMENTS)
         peak, mass, square, lean, where = _add_tile(
-            queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, d, in_d,
-            TILE, True, EVEN_D, OPERAND, PRECISION,
+            queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, cap, d, in_d,
+            TILE, True, EVEN_D, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
     for t in range(0, right - left):
         at = first + (left + t) * TILE
         peak, mass, square, lean, where = _add_tile(
-            queries, peak, mass, square, lean, where, at, here, here, k, sk_n, scale, d, in_d,
-            TILE, False, EVEN_D, OPERAND, PRECISION,
+            queries, peak, mass, square, lean, where, at, here, here, k, sk_n, scale, cap, d, in_d,
+            TILE, False, EVEN_D, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
     sighted = (mass != 0) & (lo != NOWHERE)
@@ -159,3 +165,30 @@ def statistics(
     tl.store(entropy + at, tl.where(sighted, LN2 * (tl.log2(mass) - lean / mass), 0.0), mask=here)
     tl.store(largest + at, tl.where(sighted, 1.0 / mass, 0.0), mask=here)
     tl.store(places + at, tl.where(sighted, where, -1), mask=here)
+
+
+@triton.jit(do_not_specialize=["n", "first", "heads", "parts", "G", "P"])
+def merge(
+    o, lse, some_o, some_lse, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
+    PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Parts of the first rows made one: lse = log₂ Σ 2^lse_p,  o = Σ 2^(lse_p − lse) o_p."""
+    i = tl.program_id(0) % first
+    head = tl.program_id(0) // first
+    part = tl.arange(0, PARTS)
+    at = (part * heads + head).to(tl.int64) * first + i
+    level = tl.load(some_lse + at, mask=part < parts, other=float("inf"))
+    level = tl.where(level == float("inf"), float("-inf"), level)
+    peak = tl.max(level, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(level - peak)
+    mass = tl.sum(weight, 0)
+    tl.store(lse + head.to(tl.int64) * n + i, tl.where(mass > 0, peak + tl.log2(mass), float("inf")))
+    if VALUES:
+        weight = weight / tl.where(mass > 0, mass, 1.0)
+        column = tl.program_id(1) * E + tl.arange(0, E)
+        wanted = (part < parts)[:, None] & (column < e)[None, :]
+        values = tl.load(some_o + at[:, None] * e + column[None, :], mask=wanted, other=0.0)
+        out = tl.sum(values * weight[:, None], 0)
+        o += (head // P // G).to(tl.int64) * so_b + (head // P % G).to(tl.int64) * so_g + (head % P).to(tl.int64) * so_p
+        tl.store(o + i * so_n + column, out.to(o.dtype.element_ty), mask=column < e)
