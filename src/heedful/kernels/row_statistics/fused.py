@@ -1,0 +1,142 @@
+"""Row statistics of softmax attention by the Triton kernels of kernels/softmax.
+
+rows        one walk over the keys gives lse, Σ a², the entropy, max a and its key
+count       the lengths of a query's two intervals
+targets     a = exp(s − lse), with s from the one key that is asked for
+bands       the same walk over the intervals cut to the band: it gives Σ a² and lse of the band alone, so that
+            Σ a = exp(lse_band − lse) = share and Σ a² = share² · square_band;  Σ a X = share · (the band's own A X)
+sink        as if there were none, then every sum times exp(lse − log(exp lse + exp sink))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, log
+
+import torch
+
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.kernels.softmax import fused, launches
+from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.patterns import Pattern
+from heedful.segments import Segments
+from heedful.shapes import Tensor
+
+GATHERED = 1 << 26  # elements of keys that targets take at a time
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def row_statistics(
+    q: Tensor,
+    k: Tensor,
+    rows: SoftmaxRows,
+    pattern: Pattern,
+    segments: Segments | None,
+    scale: float,
+    request: Request,
+) -> RowSums:
+    """Sums over the rows of A; the same call as `reference.row_statistics`."""
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], *_others(request))
+    n, m = q.shape[-2], k.shape[-2]
+    if torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) != batch:
+        q = q.expand(*batch, *q.shape[-2:])
+    reach = Reach.of(pattern)
+    assert reach is not None, f"{pattern}: see objections"
+    where = intervals(reach, n, m, segments, q.device)
+    with on_device(q):
+        level, square, entropy, largest, place = _walk(q, k, where, scale, rows.softcap, batch)
+        seen = level < inf
+        out = RowSums.blank(batch, n, request, torch.float32, q.device, softmax=True)
+        out = replace(
+            out,
+            total=seen.float(),
+            mass=seen.float(),
+            square=square,
+            entropy=entropy,
+            largest=largest,
+            where=place.long(),
+            count=_count(where).expand(*batch, n).clone(),
+            lse=level.masked_fill(~seen, -inf).mul_(log(2)),
+        )
+        if request.targets is not None:
+            out = replace(out, at=_at(q, k, where, scale, rows.softcap, level, request.targets))
+        for index, band in enumerate(request.bands):
+            _fill_band(out, index, q, k, inside(where, n, m, *band), scale, rows.softcap, level, request.columns)
+    return out if rows.sink is None else _with_sink(out, rows.sink / rows.temperature)
+
+
+def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[str]:
+    """Why the Triton kernels can't take these inputs."""
+    if not isinstance(rows, SoftmaxRows):
+        return ["only a softmax has its row statistics fused"]
+    why = fused.about_scores(q, k, rows, pattern, scale)
+    if segments is not None and not why:
+        why += fused.about_segments(q, k, k, segments)
+    if request.bands and isinstance(segments, tuple):
+        why.append("bands under separate segments of queries and keys are not one interval of offsets")
+    return why
+
+
+def _others(request: Request) -> list[torch.Size]:
+    """Batch axes that the request brings along."""
+    return [x.shape[:-2] for x in (request.targets, request.columns) if x is not None]
+
+
+def _walk(q, k, where: Intervals, scale: float, cap: float | None, batch) -> list[Tensor]:
+    found = launches.statistics(launches.job(q, k, k, where, scale, cap))
+    return [x.reshape(*batch, -1) for x in found]
+
+
+def _bounds(where: Intervals) -> tuple[Tensor, ...]:
+    """lo, hi, start, stop of every query, (*s, n); empty where there is nothing."""
+    lo, hi, start, stop = where.rows.long().unbind(-2)
+    return lo, torch.maximum(lo, hi), start, torch.maximum(start, stop)
+
+
+def _count(where: Intervals) -> Tensor:
+    lo, hi, start, stop = _bounds(where)
+    return hi - lo + stop - start
+
+
+def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, targets: Tensor) -> Tensor:
+    """The weights at the targets, 0 where a query does not see its target."""
+    batch, n = level.shape[:-1], level.shape[-1]
+    targets = targets.expand(*batch, *targets.shape[-2:])
+    lo, hi, start, stop = (x[..., None] for x in _bounds(where))
+    seen = ((targets >= lo) & (targets < hi)) | ((targets >= start) & (targets < stop))
+    places, out = targets.clamp(min=0), level.new_zeros(targets.shape)
+    q, k = (x.expand(*batch, *x.shape[-2:]) for x in (q, k))
+    step = max(1, GATHERED // max(1, targets[..., :1, :].numel() * k.shape[-1]))
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        chosen = places[..., part, :].flatten(-2)[..., None].expand(*batch, -1, k.shape[-1])
+        keys = k.gather(-2, chosen).unflatten(-2, places[..., part, :].shape[-2:]).float()
+        scores = (keys * q[..., part, None, :].float()).sum(-1) * scale
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        out[..., part, :] = torch.exp2(scores * launches.LOG2E - level[..., part, None])
+    return out.masked_fill_(~seen, 0)
+
+
+def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, level: Tensor, columns) -> None:
+    batch = level.shape[:-1]
+    within, square = _walk(q, k, where, scale, cap, batch)[:2]
+    share = torch.exp2(within - level).masked_fill_(within == inf, 0)
+    out.band_mass[..., index] = share
+    out.band_square[..., index] = share.square() * square
+    out.band_count[..., index] = _count(where)
+    if columns is not None:
+        # The columns may need all of float32, which weights rounded to bfloat16 would spoil.
+        job = launches.job(q.float(), k.float(), columns.float(), where, scale, cap)
+        dot = job.plan.as_given(launches.attend(job)[0], columns.shape[-1])
+        out.band_dot[..., index, :] = dot * share[..., None]
+
+
+def _with_sink(out: RowSums, sink: Tensor) -> RowSums:
+    assert out.lse is not None
+    whole = torch.logaddexp(out.lse, sink.float()[..., None])
+    seen = out.lse > -inf
+    return replace(out.scaled((out.lse - whole).exp()), lse=whole.masked_fill(~seen, -inf))
