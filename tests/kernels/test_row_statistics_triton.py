@@ -35,7 +35,7 @@ def draw(*shape, seed=0):
 
 CASES = {
     "sinks": (h.Window(6, 1, sinks=3), (2,), (2,), 30, None, {}),
-    "shared heads, longformer": (LONGFORMER, (2, 2), (2, 1), 36, None, {}),
+    "shared heads, longformer": (LONGFORMER, (1, 2), (1, 1), 36, None, {}),
     "packed": (h.Window(5, 2, sinks=2), (2, 1), (2, 1), 36, PACKED, {}),
     "after a cache, capped": (h.Causal(), (1,), (1,), 12, None, dict(softcap=0.8)),
     "a sink": (h.Blocks(10), (1, 2), (1, 2), 36, None, dict(sink=torch.tensor([0.5, -1.0]), temperature=2.0)),

@@ -42,7 +42,6 @@ class Reach:
         return self.sinks == self.heads == 0
 
     @classmethod
-    @lru_cache(64)
     def of(cls, pattern: Pattern) -> Reach | None:
         """The pattern's numbers; None where six do not describe it."""
         match pattern:
