@@ -51,20 +51,23 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 BEGAN = time.monotonic()
 
 
-def attend(q, k, v, pattern, segments=None, cap=None):
-    options = PLAIN if cap is None else rows.SoftmaxRows(softcap=cap)
-    why = fused.objections(q, k, v, options, pattern, segments, q.shape[-1] ** -0.5)
+def attend(q, k, v, pattern, segments=None, **more):
+    inputs = q, k, v, rows.SoftmaxRows(**more), pattern, segments, q.shape[-1] ** -0.5
+    why = fused.objections(*inputs)
     assert not why, why
-    return fused.attend(q, k, v, options, pattern, segments, q.shape[-1] ** -0.5)
+    return fused.attend(*inputs)
 
 
-def naive(q, k, v, pattern, segments=None, cap=None):
+def naive(q, k, v, pattern, segments=None, softcap=None, sink=None):
     """The dense computation, every step in the dtype of its inputs."""
     seen = visible(pattern, q.shape[-2], k.shape[-2], segments, q.device)
     x = q @ k.mT * q.shape[-1] ** -0.5
-    if cap is not None:
-        x = cap * torch.tanh(x / cap)
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
     x = x.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        x = torch.cat([x, sink.to(x)[:, None, None].expand(*x.shape[:-1], 1)], -1)
+        return x.softmax(-1)[..., :-1] @ v
     blind = ~seen.any(-1, keepdim=True)
     return x.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ v
 
@@ -114,8 +117,10 @@ CHECKS = {
     "d128 e32": dict(pattern=Window(200), d=128, e=32),
     "fp32 d40 e24": dict(pattern=Window(200), d=40, e=24, dtype=single),
     "odd strides": dict(pattern=Window(200), odd=True),
-    "softcap": dict(pattern=Window(200, sinks=4), cap=2.0),
-    "fp32 softcap": dict(pattern=Causal(), cap=2.0, dtype=single),
+    "softcap": dict(pattern=Window(200, sinks=4), softcap=2.0),
+    "fp32 softcap": dict(pattern=Causal(), softcap=2.0, dtype=single),
+    "sink logit": dict(pattern=Window(200), sink=(1.0, 4.0)),
+    "fp32 sink longformer": dict(pattern=LONGFORMER, sink=(1.0, 4.0), dtype=single),
     "d64 e128": dict(pattern=Window(200), e=128),
     "fp16": dict(pattern=Window(200, sinks=4), dtype=half),
     "fp32": dict(pattern=Window(200, sinks=4), dtype=single),
@@ -130,8 +135,8 @@ def errors(got, want):
     return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
 
 
-def outcome(function, inputs, do, pattern, segments, cap=None):
-    o = function(*inputs, pattern, segments, cap)
+def outcome(function, inputs, do, pattern, segments, **more):
+    o = function(*inputs, pattern, segments, **more)
     return o.detach(), *torch.autograd.grad(o, inputs, do.to(o))
 
 
@@ -147,31 +152,33 @@ def case(pattern, n=1000, d=64, H=2, Hkv=None, packed_by=0, odd=False, **rest):
 
 def one_check(name):
     options = dict(CHECKS[name])
-    options["packed_by"], cap = options.pop("packed", 0), options.pop("cap", None)
+    options["packed_by"] = options.pop("packed", 0)
+    more = dict(softcap=options.pop("softcap", None), sink=options.pop("sink", None))
+    more["sink"] = None if more["sink"] is None else torch.tensor(more["sink"], device="cuda")
     inputs, do, pattern, segments = case(**options)
     honest = launches.empty
     launches.empty = lambda shape, like, dtype=torch.float32: torch.full(
         shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device
     )
     try:
-        got = outcome(attend, inputs, do, pattern, segments, cap)
-        again = outcome(attend, inputs, do, pattern, segments, cap)
-        args = rows.SoftmaxRows(softcap=cap), pattern, segments, inputs[0].shape[-1] ** -0.5
+        got = outcome(attend, inputs, do, pattern, segments, **more)
+        again = outcome(attend, inputs, do, pattern, segments, **more)
+        args = rows.SoftmaxRows(**more), pattern, segments, inputs[0].shape[-1] ** -0.5
         adjoint = fused.adjoint(*(x.detach() for x in inputs[:2]), do.to(inputs[0].dtype), *args)
         stats = fused.row_statistics(*(x.detach() for x in inputs[:2]), *args)
     finally:
         launches.empty = honest
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    want = list(outcome(naive, exact, do, pattern, segments, cap))
-    theirs = list(outcome(naive, inputs, do, pattern, segments, cap))
+    want = list(outcome(naive, exact, do, pattern, segments, **more))
+    theirs = list(outcome(naive, inputs, do, pattern, segments, **more))
     eye = torch.eye(inputs[1].shape[-2], device="cuda")
     for results, x in ((want, exact), (theirs, inputs)):
         with torch.no_grad():
-            weights = naive(x[0], x[1], eye.to(x[0].dtype), pattern, segments, cap)
+            weights = naive(x[0], x[1], eye.to(x[0].dtype), pattern, segments, **more)
             results.append(weights.mT @ do.to(inputs[0].dtype).to(x[0].dtype))
     mine, base = errors([*got, adjoint], want), errors(theirs, want)
     with torch.no_grad():
-        a = naive(*exact[:2], eye.double(), pattern, segments, cap).flatten(0, -3)
+        a = naive(*exact[:2], eye.double(), pattern, segments, more["softcap"]).flatten(0, -3)
     _, square, entropy, largest, place = (x.flatten(0, -2) for x in stats)
     close = [square - a.square().sum(-1), entropy + torch.special.xlogy(a, a).sum(-1), largest - a.amax(-1)]
     sure = a.topk(min(2, a.shape[-1]), -1).values
@@ -306,7 +313,7 @@ WORK = {
     "window 512, B4 N8192": dict(B=4, n=8192, pattern=WINDOW, flex="window"),
     "window 512 + 4 sinks, B1 N65536": dict(B=1, n=65536, pattern=Window(511, sinks=4), flex="sinks"),
     "window 512 + 4 sinks, B4 N8192": dict(B=4, n=8192, pattern=Window(511, sinks=4), flex="sinks"),
-    "window 512, softcap 50, B1 N65536": dict(B=1, n=65536, pattern=WINDOW, cap=50.0),
+    "window 512, softcap 50, B1 N65536": dict(B=1, n=65536, pattern=WINDOW, softcap=50.0),
     "blocks 256, B1 N65536": dict(B=1, n=65536, pattern=Blocks(256), flex="blocks"),
     "longformer 256 + 4, B1 N65536": dict(B=1, n=65536, pattern=LONGFORMER, flex="longformer"),
     "longformer 256 + 4, B4 N8192": dict(B=4, n=8192, pattern=LONGFORMER),
@@ -375,7 +382,7 @@ def bench(until=185.0) -> list:
         inputs, pattern, segments = prepare(work)
         row = dict(work=name)
         line = f"{name:40s}"
-        forms = {"here": lambda q, k, v, p=pattern, s=segments, w=work: attend(q, k, v, p, s, w.get("cap"))}
+        forms = {"here": lambda q, k, v, p=pattern, s=segments, w=work: attend(q, k, v, p, s, softcap=w.get("softcap"))}
         if "sdpa" in work:
             forms["sdpa"] = lambda q, k, v: sdpa(q, k, v, is_causal=True)
         if "flex" in work and time.monotonic() - BEGAN < until - 15:
@@ -467,7 +474,7 @@ def warm(share: int, of: int) -> None:
 
 def small(work):
     inputs, pattern, segments = prepare(dict(work, B=work["B"]), n=2048)
-    timed_once(lambda q, k, v: attend(q, k, v, pattern, segments, work.get("cap")), inputs)
+    timed_once(lambda q, k, v: attend(q, k, v, pattern, segments, softcap=work.get("softcap")), inputs)
 
 
 def timed_once(function, inputs):
