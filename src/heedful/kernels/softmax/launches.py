@@ -17,7 +17,7 @@ from heedful.shapes import Tensor
 
 LOG2E = 1.4426950408889634
 WIDEST = 256
-NARROWEST = 64  # narrower tiles do not run faster, and one of 32 columns came out wrong on an H200 (README.md)
+NARROWEST = 64  # of a tile: one of 32 columns came out wrong on an H200 (README.md)
 
 
 class Config(NamedTuple):
