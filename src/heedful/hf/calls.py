@@ -1,0 +1,82 @@
+"""One attention call of a model, as heedful sees it.
+
+z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij,   A = softmax(z) over what pattern and segments show
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from heedful.mechanisms.softmax import Softmax
+from heedful.operator import AttentionOperator
+from heedful.patterns import Pattern
+from heedful.segments import Segments, resolve
+from heedful.shapes import Bool, Float, Tensor
+
+Kind = Literal["self", "causal", "cross"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries, keys and values of one attention call, with everything that makes its weights.
+
+    name       of the module in its model; layers that share a module share it
+    turn       how often that module had been called before, in the same forward pass
+    kind       "self", "causal" (no query sees a later key) or "cross" (keys of another sequence)
+    q, k, v    after rotary embeddings; k and v have fewer heads than q where queries are grouped
+    scale      factor of q·k
+    pattern    who may attend to whom
+    segments   padding (and packing), as mechanisms take it; None where every token is real
+    bias       added to the scores: relative positions, masks that no pattern describes
+    softcap    bound of the scores, as in Gemma 2
+    sink       a logit for each head that takes mass and gives nothing, as in gpt-oss
+    """
+
+    name: str
+    turn: int
+    kind: Kind
+    q: Float[Tensor, "b h n d"]
+    k: Float[Tensor, "b g m d"]
+    v: Float[Tensor, "b g m e"]
+    scale: float
+    pattern: Pattern
+    segments: Segments | None = None
+    bias: Float[Tensor, "#b #h #n #m"] | None = None
+    softcap: float | None = None
+    sink: Float[Tensor, " h"] | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, "b n"]:
+        """Which queries are tokens of the text, not padding. The rows of A of all others are zero."""
+        n, m = self.q.shape[-2], self.k.shape[-2]
+        ids = resolve(self.segments, n, m, self.q.device).query_ids
+        return (ids >= 0).reshape(-1, n).expand(self.q.shape[0], -1)
+
+    @property
+    def mechanism(self) -> Softmax:
+        """The mechanism that this call ran."""
+        return Softmax(self.pattern, self.scale, bias=self.bias, softcap=self.softcap, sink=self.sink)
+
+    def operator(self) -> AttentionOperator:
+        """The weights of all heads, (b, h, n, m), never formed."""
+        return self.mechanism.operator(self.q, self.per_head(self.k), segments=self.segments)
+
+    def forward(self) -> Float[Tensor, "b h n e"]:
+        """The outputs of all heads, before they are joined."""
+        return self.mechanism(self.q, self.per_head(self.k), self.per_head(self.v), segments=self.segments)
+
+    def per_head(self, x: Float[Tensor, "b g m w"]) -> Float[Tensor, "b h m w"]:
+        """Keys or values for each query head: head h uses group h // (heads / groups)."""
+        return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """The same call in another precision."""
+        bias, sink = (None if x is None else x.to(dtype) for x in (self.bias, self.sink))
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype), bias=bias, sink=sink)

@@ -1,0 +1,271 @@
+"""Masks of transformers' models, kept as rules instead of tensors.
+
+A model asks `AttentionMaskInterface` for a mask by a predicate on (batch, head, query, key), a padding mask and, where
+attention is local, a size. The answer here is a `DeferredMask`: a tensor of the right shape without memory of its own,
+which becomes the model's dense mask as soon as the model computes with it. One that reaches the attention call untouched
+is read as a `Rule`: a `Pattern`, the padding, and a dense bias where no pattern fits. The pattern is guessed and then
+compared with the predicate itself, so a guess is never trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from heedful.patterns import Blocks, Causal, Full, Pattern, Window
+from heedful.segments import Segments, from_mask, resolve
+from heedful.shapes import Bool, Float, Int, Tensor
+
+DENSE_LIMIT = 2**28  # entries of a mask that no pattern describes, beyond which it is refused
+COMPARED_WHOLE = 2**22  # pairs up to which a pattern is compared with the predicate on every pair, not on some rows
+
+
+class MaskNotUnderstood(RuntimeError):
+    """A mask that can't be turned into a pattern, padding and bias."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who may attend to whom in one call: a pattern, segments, and a bias of 0 and -inf where no pattern says it all."""
+
+    pattern: Pattern
+    segments: Segments | None = None
+    bias: (
+        Float[
+            Tensor,
+            (
+                b  # h n m
+            ),
+        ]
+        | None
+    ) = None
+
+
+@dataclass
+class MaskRequest:
+    """What a model asked for."""
+
+    batch: int
+    n: int
+    m: int
+    arguments: dict[str, Any]
+    known: dict[bool, Rule] = field(default_factory=dict)
+
+    @property
+    def padding(self) -> Bool[Tensor, "b m"] | None:
+        """True on real keys; None where all are."""
+        mask, start = self.arguments["attention_mask"], self.arguments["kv_offset"]
+        if mask is None:
+            return None
+        mask = mask.bool()[:, start : start + self.m]
+        missing = self.m - mask.shape[-1]
+        return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
+
+    def dense(self) -> Tensor:
+        """The additive mask that the model's own eager attention would get."""
+        options = {**self.arguments, "allow_is_bidirectional_skip": False}
+        return eager_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)
+
+    def allowed(
+        self, rows: Int[Tensor, " r"]
+    ) -> Bool[
+        Tensor,
+        (
+            b  # h r m
+        ),
+    ]:
+        """The chosen rows of the mask, from the predicate itself."""
+        if self.arguments["use_vmap"]:  # a predicate that need not broadcast: only transformers knows how to call it
+            options = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            return sdpa_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)[..., rows, :]
+        where = rows.device
+        index = (
+            torch.arange(self.batch, device=where)[:, None, None, None],
+            torch.zeros(1, dtype=torch.long, device=where)[None, :, None, None],
+            (rows + self.arguments["q_offset"])[None, None, :, None],
+            (torch.arange(self.m, device=where) + self.arguments["kv_offset"])[None, None, None, :],
+        )
+        allowed = self.arguments["mask_function"](*index).expand(self.batch, -1, len(rows), self.m)
+        return allowed if self.padding is None else allowed & self.padding[:, None, None, :]
+
+    def rule(self, crosses: bool, queries: Bool[Tensor, "b n"] | None) -> Rule:
+        """The rule of a call; `queries` tells which are real, where the keys are another sequence."""
+        if crosses not in self.known:
+            self.known[crosses] = self._find(crosses, queries)
+        return self.known[crosses]
+
+    def _find(self, crosses: bool, queries: Tensor | None) -> Rule:
+        device = torch.device(self.arguments["device"])
+        segments = _segments(self.padding, queries, self.n, self.m, crosses)
+        size = self.arguments["local_size"]
+        if self.n <= self.m or crosses:
+            for pattern in _candidates(size, crosses):
+                rows = _rows_to_compare(self.n, self.m, size, device)
+                if self._agrees(pattern, segments, rows):
+                    return Rule(pattern, segments)
+        if self.batch * self.n * self.m > DENSE_LIMIT:
+            raise MaskNotUnderstood(
+                f"a mask of {self.n} × {self.m} that is neither full, causal, a window nor blocks. It would have to be "
+                f"held whole, and {self.batch * self.n * self.m:,} entries are more than {DENSE_LIMIT:,}. Likely "
+                "cause: packed sequences or a mask of one's own; give shorter texts, one a row."
+            )
+        allowed = self.allowed(torch.arange(self.n, device=device))
+        return Rule(_outline(allowed), segments, _additive(allowed))
+
+    def _agrees(self, pattern: Pattern, segments: Segments | None, rows: Tensor) -> bool:
+        """Whether pattern and segments say what the predicate says, on these rows, wherever the query is real."""
+        layout = resolve(segments, self.n, self.m, rows.device)
+        ids, positions = layout.query_ids[..., rows, None], layout.query_positions[..., rows, None]
+        seen = (ids == layout.key_ids[..., None, :]) & pattern.allows(positions, layout.key_positions[..., None, :])
+        return bool(((seen == self.allowed(rows)) | (ids < 0)).all())
+
+
+class DeferredMask(Tensor):
+    """The mask of a request, without memory until something computes with it."""
+
+    request: MaskRequest
+
+    @staticmethod
+    def of(request: MaskRequest, dtype: torch.dtype, device: torch.device) -> DeferredMask:
+        blank = torch.zeros(1, dtype=dtype, device=device).expand(request.batch, 1, request.n, request.m)
+        mask = torch.Tensor._make_subclass(DeferredMask, blank)
+        mask.request = request
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _ABOUT_SHAPE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.to:
+            target = torch.empty(0, dtype=args[0].dtype, device=args[0].device).to(*args[1:], **(kwargs or {}))
+            if target.dtype == args[0].dtype:
+                return cls.of(args[0].request, target.dtype, target.device)
+        args, kwargs = tree_map(lambda x: x.request.dense() if isinstance(x, DeferredMask) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _getter(name: str) -> Callable:
+    return getattr(Tensor, name).__get__
+
+
+_ABOUT_SHAPE = {
+    *map(_getter, ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+}
+
+
+def deferred_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: Callable,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> DeferredMask:
+    """What `AttentionMaskInterface` calls; options that only other implementations read are passed over."""
+    arguments = {
+        "q_offset": int(q_offset),
+        "kv_offset": int(kv_offset),
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "local_size": local_size,
+        "use_vmap": use_vmap,
+        "dtype": dtype,
+        "device": device,
+    }
+    return DeferredMask.of(MaskRequest(batch_size, q_length, kv_length, arguments), dtype, torch.device(device))
+
+
+def rule_of(
+    mask: Tensor | None, n: int, m: int, *, crosses: bool, queries: Bool[Tensor, "b n"] | None, keys: Tensor | None
+) -> Rule:
+    """The rule behind the mask that an attention call was given.
+
+    `queries` and `keys` are the padding masks of the call's sequences, as far as the inputs of the model tell them.
+    """
+    if mask is None:
+        return Rule(Full(), _segments(None, queries, n, m, crosses))
+    if isinstance(mask, DeferredMask):
+        request = mask.request
+        if (request.n, request.m) != (n, m):
+            raise MaskNotUnderstood(f"a mask made for {request.n} × {request.m} in a call of {n} × {m}.")
+        return request.rule(crosses, queries)
+    return _rule_of_dense(mask, n, m, crosses, queries, keys)
+
+
+def _rule_of_dense(mask: Tensor, n: int, m: int, crosses: bool, queries: Tensor | None, keys: Tensor | None) -> Rule:
+    """A mask that the model made itself: additive or boolean, (b, heads or 1, n or 1, m or more)."""
+    if mask.ndim != 4 or mask.shape[-2] not in (1, n) or mask.shape[-1] < m:
+        raise MaskNotUnderstood(
+            f"a mask of shape {tuple(mask.shape)}, expected (batch, heads or 1, {n} or 1, {m} or more)."
+        )
+    mask = mask[..., :m]
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    plain = mask.dtype == torch.bool or bool(((mask == 0) | ~allowed).all())
+    if plain and mask.shape[1] == mask.shape[-2] == 1:  # of keys alone: padding
+        return Rule(Full(), _segments(allowed[:, 0, 0], queries, n, m, crosses))
+    bias = _additive(allowed) if plain else mask.float().masked_fill(~allowed, -inf)
+    if keys is not None and bool((allowed & ~keys.to(allowed.device)[:, None, None]).any()):
+        keys = None  # the model lets padding be seen, and so does the rule
+    return Rule(_outline(allowed.expand(-1, -1, n, -1)), _segments(keys, queries, n, m, crosses), bias)
+
+
+def _segments(
+    keys: Bool[Tensor, "b m"] | None, queries: Bool[Tensor, "b n"] | None, n: int, m: int, crosses: bool
+) -> Segments | None:
+    """Segments (b, 1, ·) from padding masks; a pair where queries and keys are different sequences."""
+    if not crosses:
+        return None if keys is None or bool(keys.all()) else from_mask(keys)[:, None]
+    known = [real for real in (keys, queries) if real is not None]
+    if all(bool(real.all()) for real in known):
+        return None
+    everyone = known[0].new_ones(known[0].shape[0], 1)
+    queries = everyone.expand(-1, n) if queries is None else queries.to(everyone.device)
+    keys = everyone.expand(-1, m) if keys is None else keys
+    return from_mask(queries)[:, None], from_mask(keys)[:, None]
+
+
+def _candidates(size: int | None, crosses: bool) -> list[Pattern]:
+    """Patterns that transformers' own predicates may mean, the plainest first."""
+    if crosses:
+        return [Full()]
+    if size is None:
+        return [Full(), Causal()]
+    return [Full(), Causal(), Window(size - 1), Window(size, size), Causal() & Blocks(size)]
+
+
+def _rows_to_compare(n: int, m: int, size: int | None, device: torch.device) -> Tensor:
+    if n * m <= COMPARED_WHOLE:
+        return torch.arange(n, device=device)
+    edges = [] if size is None else [k * size + step for k in (1, 2) for step in (-1, 0, 1)]
+    spread = torch.linspace(0, n - 1, 64).long().tolist()
+    return torch.tensor(sorted({row for row in [*spread, *edges] if 0 <= row < n}), device=device)
+
+
+def _outline(allowed: Tensor) -> Pattern:
+    """Causal where a dense mask shows no query a later key."""
+    n, m = allowed.shape[-2:]
+    ahead = torch.ones(n, m, dtype=torch.bool, device=allowed.device).triu(1)
+    return Causal() if n == m and not bool((allowed & ahead).any()) else Full()
+
+
+def _additive(allowed: Tensor) -> Tensor:
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -inf)
