@@ -81,7 +81,8 @@ CAPTURED = [
     ),
     Species(
         "gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig",
-        {**LLAMA, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {**LLAMA, "sliding_window": 7, "query_pre_attn_scalar": 8,
+         "layer_types": ["sliding_attention", "full_attention"]},
         notes="window and full layers", patterns=("Causal", "Window"),
     ),
     Species(
@@ -106,7 +107,8 @@ CAPTURED = [
     ),
     Species(
         "modernbert", "ModernBertModel", "ModernBertConfig",
-        {**BERT, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}, ("self",),
+        {**BERT, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+        ("self",),
         notes="window on both sides and full layers", patterns=("Full", "Window"),
     ),
     Species(
@@ -121,14 +123,15 @@ CAPTURED = [
         "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config",
         {**{name: value for name, value in LLAMA.items() if name != "head_dim"}, "num_key_value_heads": 4,
          "q_lora_rank": 16, "kv_lora_rank": 12,
-         "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+         "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1,
+         "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
         notes="latent keys and values of another width",
     ),
     Species(
         "qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextConfig",
-        {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+        {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 2,
+         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "layer_types": ["linear_attention", "full_attention"]},
         calls=1, notes="its attention layers; its gated delta layers have no weights to show",
     ),
 ]  # fmt: skip
@@ -141,7 +144,9 @@ REFUSED = [
     ),
     Species("bloom", "BloomForCausalLM", "BloomConfig", {**SMALL, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     Species("falcon", "FalconForCausalLM", "FalconConfig", BERT),
-    Species("mpt", "MptForCausalLM", "MptConfig", {**SMALL, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
+    Species(
+        "mpt", "MptForCausalLM", "MptConfig", {**SMALL, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    ),
     Species("deberta_v2", "DebertaV2Model", "DebertaV2Config", BERT),
     Species("big_bird", "BigBirdModel", "BigBirdConfig", BERT),
     Species("longformer", "LongformerModel", "LongformerConfig", {**BERT, "attention_window": 8}),

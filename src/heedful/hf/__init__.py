@@ -1,6 +1,22 @@
 """Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
 
 from heedful.hf.calls import Call
-from heedful.hf.probe import CheckFailed, Probe, Refused, objections, probe
+from heedful.hf.load import PACKAGED, load
+from heedful.hf.modules import CheckFailed, Refused, objections
+from heedful.hf.probe import Enough, Probe, probe
+from heedful.hf.prose import encode, longest, passages
 
-__all__ = ["Call", "CheckFailed", "Probe", "Refused", "objections", "probe"]
+__all__ = [
+    "PACKAGED",
+    "Call",
+    "CheckFailed",
+    "Enough",
+    "Probe",
+    "Refused",
+    "encode",
+    "load",
+    "longest",
+    "objections",
+    "passages",
+    "probe",
+]

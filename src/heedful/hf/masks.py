@@ -2,9 +2,9 @@
 
 A model asks `AttentionMaskInterface` for a mask by a predicate on (batch, head, query, key), a padding mask and, where
 attention is local, a size. The answer here is a `DeferredMask`: a tensor of the right shape without memory of its own,
-which becomes the model's dense mask as soon as the model computes with it. One that reaches the attention call untouched
-is read as a `Rule`: a `Pattern`, the padding, and a dense bias where no pattern fits. The pattern is guessed and then
-compared with the predicate itself, so a guess is never trusted.
+which becomes the model's dense mask as soon as the model computes with it. One that reaches the attention call as it
+was is read as a `Rule`: a `Pattern`, the padding, and a dense bias where no pattern fits. The pattern is guessed and
+then compared with the predicate itself, so a guess is never trusted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MaskNotUnderstood(RuntimeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """Who may attend to whom in one call: a pattern, segments, and a bias of 0 and -inf where no pattern says it all."""
+    """Who may attend to whom in one call: pattern, segments, and a bias of 0 and -inf where no pattern fits."""
 
     pattern: Pattern
     segments: Segments | None = None
@@ -83,7 +83,9 @@ class MaskRequest:
         """The chosen rows of the mask, from the predicate itself."""
         if self.arguments["use_vmap"]:  # a predicate that need not broadcast: only transformers knows how to call it
             options = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            return sdpa_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)[..., rows, :]
+            whole = sdpa_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)
+            assert whole is not None  # it may be left out only where that was allowed
+            return whole[..., rows, :]
         where = rows.device
         index = (
             torch.arange(self.batch, device=where)[:, None, None, None],
@@ -92,7 +94,8 @@ class MaskRequest:
             (torch.arange(self.m, device=where) + self.arguments["kv_offset"])[None, None, None, :],
         )
         allowed = self.arguments["mask_function"](*index).expand(self.batch, -1, len(rows), self.m)
-        return allowed if self.padding is None else allowed & self.padding[:, None, None, :]
+        keys = self.padding
+        return allowed if keys is None else allowed & keys[:, None, None, :]
 
     def rule(self, crosses: bool, queries: Bool[Tensor, "b n"] | None) -> Rule:
         """The rule of a call; `queries` tells which are real, where the keys are another sequence."""

@@ -1,0 +1,92 @@
+"""Is what was captured what the model does?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from heedful.hf.calls import Call
+from heedful.hf.modules import CheckFailed
+from heedful.hf.tap import Own
+from heedful.shapes import Tensor
+
+
+def compare_call(call: Call, own: Own, out: Tensor) -> None:
+    """Weights and outputs of one call against the module's own eager function."""
+    where = f"{call.name} ({type(own.module).__name__})"
+    exact = call.to(torch.float64)
+    out64, weights64 = own(torch.float64)
+    real = call.real[:, None, :, None]
+    scores = (exact.q @ exact.per_head(exact.k).mT).abs().max() * call.scale
+    # Eager functions take softmax in float32: a score z is rounded by eps·|z|, and its weight by as much, relatively.
+    allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(scores))
+    if weights64 is not None:
+        _demand(exact.operator().to_dense(), weights64, real, allowed, f"{where}: weights")
+    height = float(call.v.abs().max())
+    expected = out64.transpose(1, 2)
+    _demand(exact.forward(), expected, real, allowed * height, f"{where}: outputs")
+    # In the precision of the model: at most twice the error of the model's own computation.
+    error = _largest((out.transpose(1, 2).double() - expected.double()).abs(), real)
+    eps = torch.finfo(call.q.dtype).eps
+    _demand(call.forward(), expected, real, 2 * error + 4 * eps * height, f"{where}: outputs in {call.q.dtype}")
+
+
+def _demand(found: Tensor, expected: Tensor, real: Tensor, allowed: float, what: str) -> None:
+    if found.shape != expected.shape:
+        raise CheckFailed(f"{what}: shape {tuple(found.shape)}, the model's own {tuple(expected.shape)}.")
+    error = _largest((found.double() - expected.double()).abs(), real)
+    if not error <= allowed:
+        raise CheckFailed(
+            f"{what} differ from the model's own by {error:.2g}, more than {allowed:.2g}. Likely cause: the module "
+            "does something to its scores that the capture does not know. Nothing was measured."
+        )
+
+
+def _largest(difference: Tensor, real: Tensor) -> float:
+    return float(torch.where(real, difference, 0).max())
+
+
+def compare_outputs(found: list[Tensor], expected: list[Tensor], name: str) -> None:
+    """Both runs used the same functions on the same masks, so they agree to rounding, padding included."""
+    if len(found) != len(expected):
+        raise CheckFailed(f"{name}: {len(found)} outputs under the probe, {len(expected)} without.")
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.shape != theirs.shape:
+            raise CheckFailed(f"{name}: output {tuple(ours.shape)} under the probe, {tuple(theirs.shape)} without.")
+        eps = torch.finfo(theirs.dtype).eps
+        close = torch.allclose(ours, theirs, rtol=16 * eps, atol=16 * eps * float(theirs.abs().max()), equal_nan=True)
+        if not close:
+            raise CheckFailed(
+                f"{name}: outputs under the probe differ from those of the untouched model by "
+                f"{float((ours - theirs).abs().max()):.2g} of {float(theirs.abs().max()):.2g}. Likely cause: the model "
+                "takes another path or builds another mask where its attention is not eager. Nothing was measured."
+            )
+
+
+def floating_tensors(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    return [x for part in output for x in floating_tensors(part)] if isinstance(output, tuple | list) else []
+
+
+def check_call(call: Call, out: Tensor) -> None:
+    """Row sums and leaks by one product with two columns: ones, and ones on the later half of the keys."""
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    real = call.real[:, None, :]
+    columns = torch.ones(m, 2, dtype=call.q.dtype, device=call.q.device)
+    columns[: m // 2 + 1, 1] = 0
+    sums, ahead = (call.operator() @ columns).unbind(-1)
+    # Sums are taken in float32 at least, and rounded once to the precision of the model.
+    slack = 4 * torch.finfo(call.q.dtype).eps + m * torch.finfo(torch.float32).eps
+    over = sums > 1 + slack
+    under = sums < (1 - slack if call.sink is None else 0)
+    if bool(((over | under | ~sums.isfinite()) & real).any()):
+        wrong = sums[((over | under | ~sums.isfinite()) & real)]
+        raise CheckFailed(f"{call.name}: a row sums to {float(wrong[0])}, expected 1. Nothing more was measured.")
+    if call.kind == "causal" and n == m and bool((ahead[..., : m // 2 + 1] != 0).any()):
+        raise CheckFailed(f"{call.name}: a query sees a later key in a causal layer. Nothing more was measured.")
+    if bool((~out.isfinite() & real[..., None]).any()):
+        raise CheckFailed(f"{call.name}: outputs are not finite. Likely cause: overflow in {call.q.dtype}.")

@@ -1,0 +1,79 @@
+"""Which modules of a model attend, and whether they can be seen."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class Refused(ValueError):
+    """A model or input that can't be captured, with the reasons."""
+
+
+class CheckFailed(RuntimeError):
+    """What was captured is not what the model does. Nothing was measured."""
+
+
+def objections(model: nn.Module) -> list[str]:
+    """Why the attention of this model can't be captured; empty where it can.
+
+    >>> objections(nn.Linear(2, 2))
+    ['Linear holds no model of transformers, whose AttentionInterface the capture goes through.']
+    """
+    if type(model).__name__ == "OptimizedModule":
+        return ["the model was compiled, and calls inside a compiled graph can't be seen: give the model itself."]
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        return [
+            f"{type(model).__name__} holds no model of transformers, whose AttentionInterface the capture goes through."
+        ]
+    alone = Counter(type(module) for module in model.modules() if attends_by_itself(type(module)))
+    why = [
+        f"{kind.__name__} ({count} in this model) computes its weights itself instead of through transformers' "
+        "AttentionInterface, so they can't be seen."
+        for kind, count in alone.items()
+    ]
+    if not why and not attention_modules(model):
+        why.append(f"{type(model).__name__} has no module that attends through transformers' AttentionInterface.")
+    return why
+
+
+_sources: dict[type, str] = {}
+
+
+def source_of(kind: type[nn.Module]) -> str:
+    """The source of the class that defines `forward`; empty where there is none to read. Each is read once."""
+    if kind not in _sources:
+        _sources[kind] = _read_source(kind)
+    return _sources[kind]
+
+
+def _read_source(kind: type[nn.Module]) -> str:
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            try:
+                return inspect.getsource(base)
+            except (OSError, TypeError):
+                return ""
+    return ""
+
+
+def asks_interface(kind: type[nn.Module]) -> bool:
+    return not kind.__module__.startswith("torch.") and "ALL_ATTENTION_FUNCTIONS" in source_of(kind)
+
+
+def attends_by_itself(kind: type[nn.Module]) -> bool:
+    """A module of attention that multiplies or normalises on its own. One that only wraps another does neither."""
+    if issubclass(kind, nn.MultiheadAttention):
+        return True
+    name = kind.__name__.lower()
+    if kind.__module__.startswith("torch.") or not ("attention" in name or "attn" in name) or asks_interface(kind):
+        return False
+    source = source_of(kind).lower()
+    return any(word in source for word in ("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ "))
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if asks_interface(type(module))}

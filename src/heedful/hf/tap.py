@@ -1,0 +1,218 @@
+"""Heedful's function in transformers' interfaces, for the length of one forward pass.
+
+The model is left as it was found: hooks, dropout and the names of its attention implementation go back, on errors too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.configuration_utils import PreTrainedConfig
+
+from heedful.hf.calls import Call, Kind
+from heedful.hf.masks import DeferredMask, MaskNotUnderstood, deferred_mask, rule_of
+from heedful.hf.modules import CheckFailed, Refused, attention_modules
+from heedful.shapes import Tensor
+
+NAME = "heedful"  # a name with sdpa, flash or flex in it would change what some models do
+KEYS_FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+
+Attend = Callable[[Call, "Own"], tuple[Tensor, Tensor | None]]
+
+
+class Own:
+    """The attention function that the module itself would use under eager, with the arguments of this call."""
+
+    def __init__(self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict):
+        self.module, self.tensors, self.mask, self.options = module, tensors, mask, options
+
+    def __call__(self, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+        """Output (b, n, h, e) and weights, in another precision where one is given."""
+
+        def cast(x):
+            return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+        mask = self.mask.request.dense() if isinstance(self.mask, DeferredMask) else self.mask
+        options = {name: cast(value) for name, value in self.options.items()}
+        return _eager_function(self.module)(self.module, *map(cast, self.tensors), mask, **options)
+
+
+def _eager_function(module: nn.Module) -> Callable:
+    for base in type(module).__mro__:
+        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise Refused(
+        f"{type(module).__name__} has no eager_attention_forward in its file, so there is nothing to check the capture "
+        "against."
+    )
+
+
+class Tap:
+    """Turns the calls of one forward pass into `Call`s and counts them."""
+
+    def __init__(self, model: nn.Module, attend: Attend, inputs: dict[str, Any]):
+        self.attend = attend
+        self.inputs = inputs
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.entered: Counter[str] = Counter()
+        self.called: Counter[str] = Counter()
+        self.silent: set[str] = set()
+        self.crosses: dict[str, bool] = {}
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        name = self.names[id(module)]
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        self.crosses[name] = any(given.get(key) is not None for key in KEYS_FROM_ELSEWHERE)
+        self.entered[name] += 1
+
+    def leave(self, module: nn.Module, args: tuple, output: object) -> None:
+        name = self.names[id(module)]
+        if self.called[name] < self.entered[name]:
+            self.silent.add(name)
+
+    def call(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> tuple:
+        name = self.names[id(module)]
+        n, m = q.shape[-2], k.shape[-2]
+        crosses = self.crosses.get(name, False) or (n != m and not getattr(module, "is_causal", False))
+        try:
+            queries, keys = self._padding(q.shape[0], n, m, crosses)
+            rule = rule_of(mask, n, m, crosses=crosses, queries=queries, keys=keys)
+        except MaskNotUnderstood as reason:
+            raise Refused(f"{name} ({type(module).__name__}): {reason}") from reason
+        kind: Kind = "causal" if rule.pattern.is_causal else "cross" if crosses else "self"
+        bias, position, sink = rule.bias, options.get("position_bias"), options.get("s_aux")
+        if position is not None and bool(position.any()):
+            bias = position if bias is None else position + bias.to(position.dtype)
+        call = Call(
+            name=name,
+            turn=self.called[name],
+            kind=kind,
+            q=q,
+            k=k,
+            v=v,
+            scale=_scale(options.get("scaling"), q, name),
+            pattern=rule.pattern,
+            segments=_on(rule.segments, q.device),
+            bias=None if bias is None else bias.to(q.device, q.dtype),
+            softcap=options.get("softcap"),
+            sink=None if sink is None else sink.detach(),
+        )
+        self.called[name] += 1
+        return self.attend(call, Own(module, (q, k, v), mask, options))
+
+    def _padding(self, batch: int, n: int, m: int, crosses: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Which queries and keys are real, where the inputs have a mask of the right size."""
+
+        def mask(name: str, length: int) -> Tensor | None:
+            given = self.inputs.get(name)
+            return given.bool() if isinstance(given, Tensor) and given.shape == (batch, length) else None
+
+        if crosses:
+            return mask("decoder_attention_mask", n), mask("attention_mask", m)
+        found = mask("attention_mask", m) if n == m else None
+        return found, found
+
+    def check_counts(self) -> None:
+        if not self.called:
+            raise CheckFailed("the model ran, and none of its modules attended: there is nothing to measure.")
+        if self.silent:
+            raise CheckFailed(
+                f"{len(self.silent)} attention modules ran without a call through the interface, first "
+                f"{min(self.silent)}; {sum(self.called.values())} calls of others were seen. Nothing was measured."
+            )
+
+
+def _scale(scaling: object, q: Tensor, name: str) -> float:
+    if scaling is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scaling, Tensor):
+        if scaling.numel() != 1:
+            raise Refused(f"{name}: scaling of shape {tuple(scaling.shape)}, expected one number for all heads.")
+        return float(scaling)
+    return float(scaling)  # type: ignore[arg-type]
+
+
+def _on(segments, device: torch.device):
+    if segments is None:
+        return None
+    return tuple(x.to(device) for x in segments) if isinstance(segments, tuple) else segments.to(device)
+
+
+_taps: dict[int, Tap] = {}  # by id of the module that calls, so that models in other threads keep to themselves
+
+
+def _registered(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options):
+    """What `AttentionInterface` calls. All options go on to the module's own eager function when it is asked."""
+    return _taps[id(module)].call(module, query, key, value, attention_mask, options)
+
+
+AttentionInterface.register(NAME, _registered)
+AttentionMaskInterface.register(NAME, deferred_mask)
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every configuration that modules of the model hold, with those inside."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+@contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, value in before:
+            config._attn_implementation_internal = value
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout. Not inference mode: the adjoint of an operator is a gradient in v."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def tapped(model: nn.Module, attend: Attend, inputs: dict[str, Any]) -> Iterator[Tap]:
+    tap = Tap(model, attend, inputs)
+    busy = [module for module in model.modules() if id(module) in _taps]
+    if busy:
+        raise RuntimeError("the model is already being probed: a visitor must not run the model it visits.")
+    modules = attention_modules(model).values()
+    hooks = [module.register_forward_pre_hook(tap.enter, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(tap.leave) for module in modules]
+    mine = {id(module): tap for module in model.modules()}
+    _taps.update(mine)
+    try:
+        with implementation(model, NAME):
+            yield tap
+    finally:
+        for key in mine:
+            del _taps[key]
+        for hook in hooks:
+            hook.remove()
