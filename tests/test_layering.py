@@ -28,7 +28,7 @@ LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT = {
     "shapes": {"jaxtyping"},
     "kernels": {"triton"},
-    "hf": {"transformers", "accelerate", "peft", "safetensors"},
+    "hf": {"transformers", "huggingface_hub", "accelerate", "peft", "safetensors"},
     "report": {"altair", "polars"},
     "records": {"polars"},
     "studies": {"polars", "sacrebleu", "tokenizers", "safetensors"},

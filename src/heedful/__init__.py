@@ -1,5 +1,7 @@
 """heedful measures the structure of Transformer attention, and puts it to work."""
 
+from importlib import import_module
+
 from heedful import nn, segments, testing, theory
 from heedful.core import (
     Cost,
@@ -160,3 +162,10 @@ __all__ = [
     "testing",
     "theory",
 ]
+
+
+def __getattr__(name: str):
+    """`heedful.hf` is imported when it is first asked for: it takes transformers, which takes seconds."""
+    if name == "hf":
+        return import_module("heedful.hf")
+    raise AttributeError(f"module 'heedful' has no attribute {name!r}")

@@ -136,6 +136,25 @@ CAPTURED = [
     ),
 ]  # fmt: skip
 
+OTHERS = [
+    Species(
+        "albert", "AlbertModel", "AlbertConfig", {**BERT, "embedding_size": 16, "type_vocab_size": 2}, ("self",),
+        notes="one module for all layers",
+    ),
+    Species(
+        "vit", "ViTModel", "ViTConfig",
+        {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
+         "patch_size": 2, "num_channels": 1},
+        ("self",), notes="patches as tokens",
+    ),
+    Species(
+        "whisper", "WhisperForConditionalGeneration", "WhisperConfig",
+        {**BART, "num_mel_bins": 4, "max_source_positions": 12, "max_target_positions": 24, "suppress_tokens": None,
+         "begin_suppress_tokens": None},
+        ("self", "causal", "cross"), 6, "sound as tokens",
+    ),
+]  # fmt: skip
+
 REFUSED = [
     Species("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}),
     Species(
@@ -175,6 +194,10 @@ def grow(species: Species, dtype: torch.dtype = torch.float32, seed: int = 0) ->
 def texts(species: Species, padding: str = "", batch: int = 2, n: int = 24, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random tokens for a model; the second text is shorter where `padding` names a side."""
     torch.manual_seed(seed)
+    if species.name == "vit":
+        return {"pixel_values": torch.randn(batch, 1, 8, 8)}
+    if species.name == "whisper":
+        return {"input_features": torch.randn(batch, 4, 24), **_padded(batch, 9, padding, "decoder_")}
     inputs = _padded(batch, n, padding, "")
     if species.encoder_decoder:
         inputs |= _padded(batch, n - 5, padding, "decoder_")

@@ -24,12 +24,12 @@ def compare_call(call: Call, own: Own, out: Tensor) -> None:
     if weights64 is not None:
         _demand(exact.operator().to_dense(), weights64, real, allowed, f"{where}: weights")
     height = float(call.v.abs().max())
-    expected = out64.transpose(1, 2)
-    _demand(exact.forward(), expected, real, allowed * height, f"{where}: outputs")
+    oracle = exact.forward()
+    _demand(oracle, out64.transpose(1, 2), real, allowed * height, f"{where}: outputs")
     # In the precision of the model: at most twice the error of the model's own computation.
-    error = _largest((out.transpose(1, 2).double() - expected.double()).abs(), real)
+    error = _largest((out.transpose(1, 2).double() - oracle).abs(), real)
     eps = torch.finfo(call.q.dtype).eps
-    _demand(call.forward(), expected, real, 2 * error + 4 * eps * height, f"{where}: outputs in {call.q.dtype}")
+    _demand(call.forward(), oracle, real, 2 * error + 4 * eps * height, f"{where}: outputs in {call.q.dtype}")
 
 
 def _demand(found: Tensor, expected: Tensor, real: Tensor, allowed: float, what: str) -> None:
@@ -47,6 +47,15 @@ def _largest(difference: Tensor, real: Tensor) -> float:
     return float(torch.where(real, difference, 0).max())
 
 
+def check_finite_model(outputs: list[Tensor], name: str) -> None:
+    """A model that itself gives NaN can't be compared with."""
+    if any(bool(output.isnan().any()) for output in outputs):
+        raise CheckFailed(
+            f"{name}: the untouched model's own outputs hold NaN. Likely cause: overflow in its precision, or padding "
+            "in float64, which transformers' eager attention turns into NaN. Nothing was measured."
+        )
+
+
 def compare_outputs(found: list[Tensor], expected: list[Tensor], name: str) -> None:
     """Both runs used the same functions on the same masks, so they agree to rounding, padding included."""
     if len(found) != len(expected):
@@ -55,13 +64,18 @@ def compare_outputs(found: list[Tensor], expected: list[Tensor], name: str) -> N
         if ours.shape != theirs.shape:
             raise CheckFailed(f"{name}: output {tuple(ours.shape)} under the probe, {tuple(theirs.shape)} without.")
         eps = torch.finfo(theirs.dtype).eps
-        close = torch.allclose(ours, theirs, rtol=16 * eps, atol=16 * eps * float(theirs.abs().max()), equal_nan=True)
+        close = torch.allclose(ours, theirs, rtol=16 * eps, atol=16 * eps * _height(theirs))
         if not close:
             raise CheckFailed(
                 f"{name}: outputs under the probe differ from those of the untouched model by "
-                f"{float((ours - theirs).abs().max()):.2g} of {float(theirs.abs().max()):.2g}. Likely cause: the model "
+                f"{float((ours - theirs).abs().max()):.2g} of {_height(theirs):.2g}. Likely cause: the model "
                 "takes another path or builds another mask where its attention is not eager. Nothing was measured."
             )
+
+
+def _height(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def floating_tensors(output: object) -> list[Tensor]:

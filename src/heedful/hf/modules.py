@@ -65,14 +65,19 @@ def asks_interface(kind: type[nn.Module]) -> bool:
 
 
 def attends_by_itself(kind: type[nn.Module]) -> bool:
-    """A module of attention that multiplies or normalises on its own. One that only wraps another does neither."""
+    """A module of attention that multiplies or normalises on its own, or whose source can't be read.
+
+    One that only wraps another does neither.
+    """
     if issubclass(kind, nn.MultiheadAttention):
         return True
     name = kind.__name__.lower()
     if kind.__module__.startswith("torch.") or not ("attention" in name or "attn" in name) or asks_interface(kind):
         return False
     source = source_of(kind).lower()
-    return any(word in source for word in ("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ "))
+    return not source or any(
+        word in source for word in ("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ ")
+    )
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from heedful.hf.calls import Call
-from heedful.hf.checks import check_call, compare_call, compare_outputs, floating_tensors
+from heedful.hf.checks import check_call, check_finite_model, compare_call, compare_outputs, floating_tensors
 from heedful.hf.modules import Refused, objections
 from heedful.hf.tap import Own, implementation, prepared, tapped
 from heedful.shapes import Tensor
@@ -94,6 +94,7 @@ class Probe:
         with prepared(self.model):
             with implementation(self.model, "eager"):
                 expected = floating_tensors(self.model(**given, **extra))
+            check_finite_model(expected, type(self.model).__name__)
             with tapped(self.model, attend, given) as tap:
                 found = floating_tensors(self.model(**given, **extra))
         tap.check_counts()
