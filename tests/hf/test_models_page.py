@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,22 @@ def table() -> str:
 
 def test_the_page_has_this_table():
     assert TABLE.search(PAGE.read_text())[2] == table(), "run python tests/hf/test_models_page.py"
+
+
+def test_the_example_of_the_page_runs(monkeypatch, capsys):
+    """With a small model in the place of MiniLM, which comes in a package of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    built = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "she": 2, "was": 3}, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, pad_token="[PAD]", unk_token="[UNK]")
+    bert = next(species for species in zoo.CAPTURED if species.name == "bert")
+    model = zoo.grow(replace(bert, options={**bert.options, "max_position_embeddings": 512}))
+    monkeypatch.setattr(hf, "load", lambda name: (model, tokenizer))
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    exec(compile(example, str(PAGE), "exec"), {})
+    assert "encoder.layer.1.attention.self self (1, 4, 256, 256)" in capsys.readouterr().out
 
 
 if __name__ == "__main__":

@@ -94,6 +94,24 @@ def test_a_model_of_two_configurations_is_captured_in_both():
     assert kinds == ["self", "self", "causal", "cross", "causal", "cross"]  # although n = m everywhere
 
 
+def test_a_sink_applied_after_the_reported_weights_is_seen():
+    """GraniteSWA reports weights that sum to one, and scales its outputs afterwards."""
+    pytest.importorskip("transformers.models.granite_swa", reason="this transformers has no granite_swa")
+    species = zoo.Species(
+        "granite_swa", "GraniteSWAForCausalLM", "GraniteSWAConfig", {**zoo.LLAMA, "sliding_window": 7}
+    )
+    for call in calls_of(zoo.grow(species), zoo.texts(species)):
+        sums = call.operator().to_dense().sum(-1)
+        assert call.sink is not None and bool((sums < 0.999).any()) and bool((sums <= 1.00001).all())
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bart"])
+@pytest.mark.usefixtures("annotations_enforced")
+def test_annotations_hold(name):
+    species = SPECIES[name]
+    hf.probe(zoo.grow(species), zoo.texts(species, "left"), lambda call: (call.operator(), call.real, call.forward()))
+
+
 # ---- memory
 
 

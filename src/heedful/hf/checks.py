@@ -16,16 +16,15 @@ def compare_call(call: Call, own: Own, out: Tensor) -> None:
     """Weights and outputs of one call against the module's own eager function."""
     where = f"{call.name} ({type(own.module).__name__})"
     exact = call.to(torch.float64)
-    out64, weights64 = own(torch.float64)
+    expected, weights = own.exactly()
     real = call.real[:, None, :, None]
     scores = (exact.q @ exact.per_head(exact.k).mT).abs().max() * call.scale
     # Eager functions take softmax in float32: a score z is rounded by eps·|z|, and its weight by as much, relatively.
     allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(scores))
-    if weights64 is not None:
-        _demand(exact.operator().to_dense(), weights64, real, allowed, f"{where}: weights")
+    _demand(exact.operator().to_dense(), weights, real, allowed, f"{where}: weights")
     height = float(call.v.abs().max())
     oracle = exact.forward()
-    _demand(oracle, out64.transpose(1, 2), real, allowed * height, f"{where}: outputs")
+    _demand(oracle, expected, real, allowed * height, f"{where}: outputs")
     # In the precision of the model: at most twice the error of the model's own computation.
     error = _largest((out.transpose(1, 2).double() - oracle).abs(), real)
     eps = torch.finfo(call.q.dtype).eps

@@ -87,7 +87,7 @@ class Probe:
         extra = {name: value for name, value in _sparing(self.model, given).items() if name == "use_cache"}
 
         def attend(call: Call, own: Own) -> tuple[Tensor, Tensor | None]:
-            out, weights = own(None)
+            out, weights = own()
             compare_call(call, own, out)
             return out, weights
 

@@ -34,15 +34,29 @@ class Own:
     def __init__(self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict):
         self.module, self.tensors, self.mask, self.options = module, tensors, mask, options
 
-    def __call__(self, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-        """Output (b, n, h, e) and weights, in another precision where one is given."""
+    def __call__(self) -> tuple[Tensor, Tensor | None]:
+        """Output (b, n, h, e), and the weights that the function reports."""
+        return self._run(*self.tensors, self.options)
 
-        def cast(x):
-            return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+    def exactly(self) -> tuple[Tensor, Tensor]:
+        """Output (b, h, n, e) and weights (b, h, n, m) in float64.
 
+        The weights are the output for values that are the identity: what the function does to values, which need not be
+        what it reports (some apply a sink after the weights they report).
+        """
+        q, k, v = (x.double() for x in self.tensors)
+        options = {name: x.double() if _is_float(x) else x for name, x in self.options.items()}
+        unit = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*v.shape[:2], -1, -1)
+        out, weights = (self._run(q, k, values, options)[0].transpose(1, 2) for values in (v, unit))
+        return out, weights
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor | None]:
         mask = self.mask.request.dense() if isinstance(self.mask, DeferredMask) else self.mask
-        options = {name: cast(value) for name, value in self.options.items()}
-        return _eager_function(self.module)(self.module, *map(cast, self.tensors), mask, **options)
+        return _eager_function(self.module)(self.module, q, k, v, mask, **options)
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _eager_function(module: nn.Module) -> Callable:
