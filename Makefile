@@ -51,7 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "── installing what the tests need"
-	@$(PIP) install -c constraints.txt -e '.[dev,kernels]'
+	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf]'
 	@touch $@
 
 # performer-pytorch imports distutils, which setuptools provides from Python 3.12 on. pytorch-fast-transformers is built

@@ -156,6 +156,14 @@ def test_a_mask_that_no_pattern_describes_becomes_a_bias():
         assert not call.operator().to_dense()[~own.expand(-1, 4, -1, -1)].any()
 
 
+def test_a_mask_of_ones_own_is_cut_with_the_text_for_the_check():
+    species, seen = SPECIES["llama"], []
+    own = torch.zeros(2, 1, 24, 24).masked_fill_(torch.ones(24, 24, dtype=torch.bool).triu(1), -1e9)
+    inputs = {**zoo.texts(species), "attention_mask": own, "position_ids": torch.arange(24).expand(2, -1)}
+    hf.Probe(zoo.grow(species), check_tokens=10)(inputs, lambda call: seen.append(call.kind))
+    assert seen == ["causal", "causal"]
+
+
 def test_packed_sequences_do_not_see_each_other():
     species = SPECIES["llama"]
     model, inputs = zoo.grow(species), zoo.texts(species)

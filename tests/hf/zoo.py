@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 
 VOCABULARY = 61
 SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -177,6 +176,8 @@ REFUSED = [
 
 def grow(species: Species, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     """A small model of this architecture whose attention logits spread."""
+    import transformers  # here, so that this file can be collected without it
+
     torch.manual_seed(seed)
     config = getattr(transformers, species.config)(**species.options)
     model = getattr(transformers, species.model)(config).eval()

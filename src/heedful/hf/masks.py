@@ -23,6 +23,7 @@ from heedful.segments import Segments, from_mask, resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
 DENSE_LIMIT = 2**28  # entries of a mask that no pattern describes, beyond which it is refused
+HIDDEN = -1e9  # what is added to a score that is not to be seen, or less
 COMPARED_WHOLE = 2**22  # pairs up to which a pattern is compared with the predicate on every pair, not on some rows
 
 
@@ -221,7 +222,7 @@ def _rule_of_dense(mask: Tensor, n: int, m: int, crosses: bool, queries: Tensor 
             f"a mask of shape {tuple(mask.shape)}, expected (batch, heads or 1, {n} or 1, {m} or more)."
         )
     mask = mask[..., :m]
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    allowed = mask if mask.dtype == torch.bool else mask > max(torch.finfo(mask.dtype).min / 2, HIDDEN)
     plain = mask.dtype == torch.bool or bool(((mask == 0) | ~allowed).all())
     if plain and mask.shape[1] == mask.shape[-2] == 1:  # of keys alone: padding
         return Rule(Full(), _segments(allowed[:, 0, 0], queries, n, m, crosses))

@@ -142,11 +142,20 @@ def _cut(inputs: dict[str, Any], length: int) -> dict[str, Any]:
     for prefix in ("", "decoder_"):
         mask = inputs.get(prefix + "attention_mask")
         left = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].bool().all())
+        kept = slice(-length, None) if left else slice(length)
         for name in ALONG_TOKENS:
             value = inputs.get(prefix + name)
-            if isinstance(value, Tensor) and value.ndim >= 2:
-                cut[prefix + name] = value[:, -length:] if left else value[:, :length]
+            if isinstance(value, Tensor):
+                cut[prefix + name] = _cut_tokens(value, name, kept)
     return cut
+
+
+def _cut_tokens(value: Tensor, name: str, kept: slice) -> Tensor:
+    if name == "attention_mask" and value.ndim == 4:
+        return value[..., kept, kept]
+    if name == "position_ids":  # (batch, tokens), or three kinds of positions before them
+        return value[..., kept]
+    return value[:, kept]
 
 
 def _sparing(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
