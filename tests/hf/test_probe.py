@@ -112,6 +112,20 @@ def test_annotations_hold(name):
     hf.probe(zoo.grow(species), zoo.texts(species, "left"), lambda call: (call.operator(), call.real, call.forward()))
 
 
+class Wrapped(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **inputs):
+        return self.inner(**inputs)
+
+
+def test_a_model_inside_another_module_is_captured():
+    calls = calls_of(Wrapped(zoo.grow(SPECIES["llama"])), zoo.texts(SPECIES["llama"]))
+    assert [call.name for call in calls] == ["inner.model.layers.0.self_attn", "inner.model.layers.1.self_attn"]
+
+
 # ---- memory
 
 
@@ -290,6 +304,10 @@ def test_a_module_of_attention_by_itself_is_refused_wherever_it_hides():
     model.model.layers[0].extra = torch.nn.MultiheadAttention(8, 2)
     with pytest.raises(hf.Refused, match="MultiheadAttention"):
         hf.Probe(model)
+
+
+def test_a_compiled_model_is_refused():
+    assert "was compiled" in hf.objections(torch.compile(zoo.grow(SPECIES["llama"])))[0]
 
 
 def test_a_model_without_attention_is_refused():
