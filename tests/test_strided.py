@@ -8,7 +8,7 @@ import torch
 import heedful as h
 from heedful.kernels.blocked.reference import blocked
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.strided import fused, reference
+from heedful.kernels.strided import reference
 from heedful.mechanisms.strided import StridedSoftmax
 from heedful.testing import CHECKS, Case, DoesNotApply
 from heedful.testing.case import assert_agrees, dense, oracles, with_gradients
@@ -129,48 +129,45 @@ class FlashByDefinition:
     """torch's flash operators, which exist on a GPU alone, as their definitions: what views and merge rely on."""
 
     @staticmethod
-    def _visible(n, m, causal, left):
-        step = torch.arange(n)[:, None] - torch.arange(m)
-        return (step >= 0 if causal else step == step) & (step <= (m if left is None else left))
+    def _visible(n, m):
+        return torch.arange(n)[:, None] >= torch.arange(m)
 
-    def _scaled_dot_product_flash_attention(self, q, k, v, p, causal, debug, scale, left=None):
-        s = (q @ k.mT * scale).masked_fill(~self._visible(q.shape[-2], k.shape[-2], causal, left), -torch.inf)
+    def _scaled_dot_product_flash_attention(self, q, k, v, p, causal, debug, scale):
+        s = (q @ k.mT * scale).masked_fill(~self._visible(q.shape[-2], k.shape[-2]), -torch.inf)
         return s.softmax(-1) @ v, s.logsumexp(-1), *[None] * 7
 
-    def _scaled_dot_product_flash_attention_backward(self, g, q, k, v, o, lse, *rest, scale, left=None):
-        s = (q @ k.mT * scale).masked_fill(~self._visible(q.shape[-2], k.shape[-2], True, left), -torch.inf)
+    def _scaled_dot_product_flash_attention_backward(self, g, q, k, v, o, lse, *rest, scale):
+        s = (q @ k.mT * scale).masked_fill(~self._visible(q.shape[-2], k.shape[-2]), -torch.inf)
         P = (s - lse[..., None]).exp()
         ds = P * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
         return ds @ k, ds.mT @ q, P.mT @ g
 
-    def _flash_attention_forward(self, q, k, v, a, b, n, m, p, causal, debug, scale, window_size_left, **_):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o, lse, *_ = self._scaled_dot_product_flash_attention(q, k, v, p, causal, debug, scale, window_size_left)
-        return o.transpose(1, 2), lse, *[None] * 3
 
-    def _flash_attention_backward(self, g, q, k, v, o, lse, *rest, scale, window_size_left, **_):
-        given = [x.transpose(1, 2) for x in (g, q, k, v, o)]
-        parts = self._scaled_dot_product_flash_attention_backward(*given, lse, scale=scale, left=window_size_left)
-        return [x.transpose(1, 2) for x in parts]
+@pytest.fixture
+def fused():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from heedful.kernels.strided import fused as form
+
+    return form
 
 
 @pytest.mark.parametrize("stride, window", [(4, None), (4, 4), (4, 9), (7, 3), (50, 20)])
-@pytest.mark.parametrize("n", [1, 28, 45])
-def test_views_and_merge_of_the_gpu_form_are_softmax_over_the_pattern(stride, window, n, monkeypatch):
+@pytest.mark.parametrize("n", [1, 45])
+def test_views_and_merge_of_the_gpu_form_are_softmax_over_the_pattern(stride, window, n, fused, monkeypatch):
     monkeypatch.setattr(fused, "aten", FlashByDefinition())
     mechanism = StridedSoftmax(stride, window)
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    g = torch.randn(2, 3, n, 8, dtype=torch.float64)
-    out = fused.attend(q, k, v, mechanism.rows(), mechanism.pattern, None, mechanism.score_scale(8))
+    q, k, v = (torch.randn(2, 3, n, 16, requires_grad=True) for _ in range(3))
+    g = torch.randn(2, 3, n, 16)
+    out = fused.attend(q, k, v, mechanism.rows(), mechanism.pattern, None, mechanism.score_scale(16))
     wanted = mechanism.matrix(q, k) @ v
-    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
     for one, other in zip(
         torch.autograd.grad(out, (q, k, v), g), torch.autograd.grad(wanted, (q, k, v), g), strict=True
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_gpu_form_says_what_it_cannot_take():
+def test_the_gpu_form_says_what_it_cannot_take(fused):
     q = torch.randn(2, 3, 10, 8)
     mechanism = StridedSoftmax(4)
     assert "GPU" in fused.objections(q, q, q, mechanism.rows(), mechanism.pattern, None, 1.0)[0]

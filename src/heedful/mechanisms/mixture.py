@@ -87,8 +87,11 @@ class Mixture(Mechanism):
 
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
-        alone = segments is not None or self.kv_heads is not None
+        if segments is None and self.kv_heads is None and all(map(_is_fixed, self.parts)):
+            patterns = [part for part, size in self._sized() for _ in range(size) if isinstance(part, FixedPattern)]
+            return heads_together(patterns, q, k, v)
         pieces = zip(self._runs(), self._split(segments, q, k, v), strict=True)
+        alone = segments is not None or self.kv_heads is not None
         outs: list[Tensor] = []
         for fixed, run in groupby(pieces, lambda piece: not alone and _is_fixed(piece[1][0])):
             some = list(run)
@@ -283,7 +286,7 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
     return reduce(or_, patterns)
 
 
-def _is_fixed(part: Mechanism) -> bool:
+def _is_fixed(part: nn.Module) -> bool:
     """Neighbours of which this is true go together, whatever their kinds."""
     return isinstance(part, FixedPattern) and part.kernel_kind is not None
 

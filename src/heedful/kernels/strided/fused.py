@@ -12,11 +12,15 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.softmax import fused as softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.strided.reference import Shape
-from heedful.patterns import Pattern
+from heedful.patterns import Pattern, Window
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor
 
@@ -87,7 +91,7 @@ class _Strided(torch.autograd.Function):
         far = classes.skip * shape.stride  # the first query with a key of its class outside the window
         out = lse = None
         if shape.window:
-            out, lse = _window(q, k, v, shape.window, scale)
+            out, lse = softmax.forward_with_lse(q, k, v, Window(shape.window - 1), scale)
         if far < q.shape[1]:
             o, log, *_ = aten._scaled_dot_product_flash_attention(
                 classes.queries(q), classes.keys(k), classes.keys(v), 0.0, True, False, scale=scale
@@ -111,7 +115,7 @@ class _Strided(torch.autograd.Function):
         far = classes.skip * shape.stride
         grads: list[Tensor] = []
         if shape.window:
-            grads = _window_backward(grad, q, k, v, out, lse, shape.window, scale)
+            grads = list(softmax.backward_from(q, k, v, out, lse, grad, Window(shape.window - 1), scale))
         if far < q.shape[1]:
             rows = q.shape[1] // shape.stride - classes.skip
             seed = _no_dropout(q)
@@ -129,31 +133,40 @@ class _Strided(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _window(q, k, v, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = (x[:, :, None] for x in (q, k, v))  # one head: (batch, tokens, heads, width)
-    n = q.shape[1]
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, None, None, n, n, 0.0, True, False, scale=scale, window_size_left=window - 1, window_size_right=0
-    )
-    return out[:, :, 0], lse[:, 0]
-
-
-def _window_backward(grad, q, k, v, out, lse, window: int, scale: float) -> list[Tensor]:
-    n = q.shape[1]
-    seed = _no_dropout(q)
-    inputs = [x[:, :, None] for x in (grad, q, k, v, out)]
-    parts = aten._flash_attention_backward(
-        *inputs, lse[:, None], None, None, n, n, 0.0, True, seed, seed,
-        scale=scale, window_size_left=window - 1, window_size_right=0,
-    )  # fmt: skip
-    return [part[:, :, 0] for part in parts]
+BLOCK = 64  # rows a program merges
 
 
 def _merge(out: Float[Tensor, "b n e"], lse: Float[Tensor, "b n"], o: Tensor, log: Tensor) -> None:
-    """Joins a part to what was there, in place."""
-    both = torch.logaddexp(lse, log)
-    out.mul_((lse - both).exp()[..., None]).add_(o * (log - both).exp()[..., None])
-    lse.copy_(both)
+    """Joins a part to what was there, in place: one pass over both, the sums in float32."""
+    b, n, e = out.shape
+    with on_device(out):
+        _merge_rows[(triton.cdiv(n, BLOCK), b)](
+            out, lse, o, log, n, e, out.stride(0), out.stride(1), lse.stride(0), o.stride(0), o.stride(1),
+            log.stride(0), BLOCK=BLOCK, E=triton.next_power_of_2(e),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n"])
+def _merge_rows(
+    out, lse, o, log, n, e, out_b, out_n, lse_b, o_b, o_n, log_b, BLOCK: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
+    i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, E)
+    real = (i < n)[:, None] & (c < e)[None, :]
+    here, there = (
+        out + b * out_b + i[:, None].to(tl.int64) * out_n + c[None, :],
+        o + b * o_b + i[:, None].to(tl.int64) * o_n + c[None, :],
+    )
+    x, y = (
+        tl.load(lse + b * lse_b + i, mask=i < n, other=0.0),
+        tl.load(log + b * log_b + i, mask=i < n, other=0.0),
+    )
+    top = tl.maximum(x, y)
+    both = top + tl.log(tl.exp(x - top) + tl.exp(y - top))
+    rows = tl.load(here, mask=real, other=0.0).to(tl.float32) * tl.exp(x - both)[:, None]
+    rows += tl.load(there, mask=real, other=0.0).to(tl.float32) * tl.exp(y - both)[:, None]
+    tl.store(here, rows, mask=real)
+    tl.store(lse + b * lse_b + i, both, mask=i < n)
 
 
 def _no_dropout(like: Tensor) -> Tensor:
