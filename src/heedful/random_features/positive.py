@@ -56,7 +56,8 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
         score = self.projection(x)
         if self.hyperbolic:
             score = torch.cat([score, -score], -1)
-        return score.sub_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / 2)  # it is nobody else's
+        # in place, as it is nobody else's; added, as the gradient of a difference is first negated in full
+        return score.add_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / -2)
 
     def linear_logs(self):
         def make():
@@ -216,7 +217,7 @@ def _log_features(phi: RandomFeatures, x: Tensor, A: Tensor) -> Tensor:
     own = _rows_and_own(phi, A, x.dtype)[1]
     A = A.to(x.dtype).expand(*A.shape[:-1], phi.d)
     score = phi.projection(x * (1 - 4 * A).sqrt()[..., None, :])
-    return score.add_(own[..., None, :]).sub_(x.square().sum(-1, keepdim=True) / 2)  # it is nobody else's
+    return score.add_(own[..., None, :]).add_(x.square().sum(-1, keepdim=True) / -2)  # it is nobody else's
 
 
 def _in_short(A: Tensor) -> str:
