@@ -5,7 +5,7 @@
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 
-The normaliser is one more value column, kept in float32 or better. Features given by their logarithms are stabilised by
+The normaliser z is kept in float32 or better; it is summed, not multiplied. Features given by their logarithms are stabilised by
 the largest key so far, which is part of the state.
 """
 
@@ -233,7 +233,7 @@ class Featured(RecurrentMechanism):
         return out.to(dtype), Running(S, z, scale, state.length + 1)
 
     def cost(self, dims: Dims) -> Cost:
-        r, e = self.feature_map.dim(dims.d), dims.e + self.normalise
+        r, e = self.feature_map.dim(dims.d), dims.e
         chunk = CHUNK if isinstance(self.pattern, Causal) else 0
         tokens = max(dims.n, dims.m)
         inside = min(chunk, tokens) * (r + e)
@@ -242,7 +242,7 @@ class Featured(RecurrentMechanism):
             flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e)
             + dims.batch * (tokens + dims.m) * self.feature_map.flops(dims.d),
             bytes=dims.io_bytes,
-            state=dims.batch * (r * e + logs),
+            state=dims.batch * (r * (e + self.normalise) + logs),
         )
 
     def explain(self, q, k, v, *, segments=None):

@@ -2,13 +2,17 @@
 
     definition  o_i = Σ_j w_ij (φq_i·φk_j) v_j / Σ_j w_ij (φq_i·φk_j),   j of i's segment, j ≤ i if causal
                 w_ij = Π_{j<t≤i} exp(log_decay_t);  a row with a zero denominator is zero
-    fast        with u_j = [v_j, 1] and chunks of c tokens:  out = (W ∘ φq φkᵀ) u + into · φq S
-                S ← keep · S + (leave · φk)ᵀ u
+    fast        chunks of c tokens:  P = W ∘ φq φkᵀ,  num = P v + into · φq S,  den = P 1 + into · φq z
+                S ← keep · S + (leave · φk)ᵀ v,   z ← keep · z + Σ leave · φk
                 with b the cumsum of log_decay:  W_ij = exp(b_i − b_j), into_i = exp(b_i),
                 leave_j = exp(b_c − b_j), keep = exp(b_c); zero where the two sides lie in different segments
-    gradients   the same two lines again: dφq is the product of (dout, u, φk) forwards in time,
-                dφk of (u, dout, φq) and du of (φk, φq, dout) backwards in time, so memory stays O(n)
-                d log_decay_t = Σ_{i≥t} (φq_i·dφq_i − φk_i·dφk_i) + ⟨S_n, dS_n⟩
+    gradients   of num and den: g = do / den, c = −do·o / den.  D = W ∘ (g vᵀ + c 1ᵀ) and the adjoint state R, t:
+                dφq = D φk + into (g Sᵀ + c zᵀ),   dφk = Dᵀ φq + leave (v Rᵀ + t),   dv = Pᵀ g + leave φk R
+                R ← keep · R + (into · φq)ᵀ g,   t ← keep · t + Σ into · c φq,   backwards in time
+                d log_decay_t = Σ_{i≥t} (φq_i·dφq_i − φk_i·dφk_i) + ⟨S_n, R_n⟩ + ⟨z_n, t_n⟩
+    on a CPU    a group of chunks of all heads at once, as large as stays in the cache: features, products and quotient,
+                nothing of size n·r or n·c in memory. One state a group is kept for the gradients, which make the rest
+                of it again. A normaliser as a value column would make products of odd width, a sixth slower
     cost        2n(c(r + e) + 2re) flops forward, state r(e + 1)
 
 `exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
@@ -19,6 +23,7 @@ overflows and nothing looks ahead; the shift leaves numerator and denominator al
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +32,10 @@ from torch import Tensor
 from heedful.kernels.dispatch import as_given
 
 FEATURES = ("identity", "elu1", "relu", "exp")
-CHUNK = 64
+CHUNK = 32
+GROUP = 8 * CHUNK
+CACHED = 2**18
+"""Tokens a chunk; tokens of a head that are worked on at once, at least; numbers of a tensor that stay in the cache."""
 LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
 """A denominator below this, the 3/4 power of the least normal number, is nothing: gradients divide by it again."""
 
@@ -124,34 +132,22 @@ def chunked_linear(
     if feature == "exp":
         shift_q, shift_k, log_scale, decay, state = exp_shifts(q, k, causal, decay, code, state, heads)
 
-    real = None if code is None else (code >= 0)[:, None, :, None]
-    x = features(q, feature, shift_q, real, wide)
-    y = features(k, feature, shift_k, real, wide)
-    u = v.to(wide) if real is None else torch.where(real, v.to(wide), 0.0)
-    if normalise:
-        u = torch.cat([u, u.new_ones(B, Hkv, m, 1)], -1)
-    S = None
-    if state is not None:
-        S = state.S.to(wide)
-        S = torch.cat([S, state.z.to(wide)[..., None]], -1) if normalise and state.z is not None else S
-        S = _repeat(S, H)
-    y, u = _repeat(y, H), _repeat(u, H)
-
+    u = v if code is None else torch.where((code >= 0)[:, None, :, None], v, 0.0)
+    if state is None:
+        state = LinearState(*(torch.zeros(B, heads, r, *width, device=q.device) for width in ((e,), ())))
+    S = _repeat(state.S.to(wide), H)
+    z = _repeat(state.z.to(wide), H)[..., None, :] if normalise and state.z is not None else None
+    y, u, shift = _repeat(k, H), _repeat(u, H), None if shift_k is None else _repeat(shift_k, H)
     if causal:
         decay = None if decay is None else _repeat(decay, H)
-        out, S = _Causal.apply(x, y, u, decay, x.new_zeros(B, H, r, u.shape[-1]) if S is None else S, code)
+        o, S, z = _Causal.apply(q, y, u.to(wide), decay, S, z, shift_q, shift, code, feature)
     else:
-        out, S = _full(x, y, u, S, code)
-    if normalise:
-        o = _Normalised.apply(out)
-    elif feature == "exp":
+        o, S, z = _full(q, y, u.to(wide), S, z, shift_q, shift, code, feature)
+    if shift_q is not None and shift is not None and not normalise:
         # without a normaliser the shifts go back in; queries that are not the keys' tokens share one shift
-        s = _repeat(shift_k, H)
-        o = out * (shift_q + (s if n == m else s[..., :1])).exp()[..., None] if m else out
-    else:
-        o = out
-    S = S[:, :: H // heads]
-    return o.to(v.dtype), LinearState(S[..., :e], S[..., e] if normalise else None, log_scale)
+        o = o * (shift_q + (shift if n == m else shift[..., :1])).exp()[..., None] if m else o
+    S, z = S[:, :: H // heads], None if z is None else z[:, :: H // heads, 0]
+    return o.to(v.dtype), LinearState(S, z, log_scale)
 
 
 _last_runs: tuple = (None, None, None)
@@ -244,8 +240,20 @@ def features(x, feature, shift, real, dtype):
         case "relu":
             x = x.relu()
         case "exp":
-            x = (x - shift[..., None]).exp_()
+            x = (x - shift).exp_()
     return x if real is None else torch.where(real, x, 0.0)
+
+
+def _pulled(grad, phi, feature, real):
+    """Through the features, in place: their derivative is in what they are, zero at padding."""
+    match feature:
+        case "elu1":
+            grad.mul_(phi.clamp(max=1))
+        case "relu":
+            grad.mul_(phi > 0)
+        case "exp":
+            grad.mul_(phi)
+    return grad if real is None else grad.masked_fill_(~real, 0.0)
 
 
 def _repeat(x, heads):
@@ -253,94 +261,200 @@ def _repeat(x, heads):
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _full(x, y, u, S0, code):
-    """Every query sees every key of its segment: one state a segment."""
+def _full(q, k, v, S, z, shift_q, shift_k, code, feature):
+    """Every query sees every key of its segment: one state a segment; an initial one belongs to the first."""
     if code is None or int(code.max()) <= 0:
-        S = y.mT @ u if S0 is None else S0 + y.mT @ u
-        return x @ S, S
-    rows, last = [], []
+        return _Full.apply(q, k, v, S, z, shift_q, shift_k, code, feature)
+    rows = []
     for b, row in enumerate(torch.maximum(code, -1 - code)):
         lengths = torch.unique_consecutive(row, return_counts=True)[1].tolist()
-        at, out = 0, []
-        for c, length in enumerate(lengths):
-            here = slice(at, at + length)
-            S = y[b, :, here].mT @ u[b, :, here]
-            if c == 0 and S0 is not None:
-                S = S + S0[b]
-            out.append(x[b, :, here] @ S)
-            at += length
-        rows.append(torch.cat(out, -2))
-        last.append(S)
-    return torch.stack(rows), torch.stack(last)
+        tokens = [q, k, v, *(None if t is None else t[..., None] for t in (shift_q, shift_k))]
+        pieces = [[None] * len(lengths) if t is None else t[b : b + 1].split(lengths, 2) for t in tokens]
+        codes = code[b : b + 1].split(lengths, 1)
+        state: tuple = S[b : b + 1], None if z is None else z[b : b + 1]
+        parts = []
+        for qs, ks, vs, s_q, s_k, here in zip(*pieces, codes, strict=True):
+            shifts = (None if t is None else t[..., 0] for t in (s_q, s_k))
+            parts.append(_Full.apply(qs, ks, vs, *state, *shifts, here, feature))
+            state = tuple(None if t is None else torch.zeros_like(t) for t in state)
+        rows.append((torch.cat([part[0] for part in parts], 2), *parts[-1][1:]))
+    out, S, last = zip(*rows, strict=True)
+    return torch.cat(out), torch.cat(S), None if z is None else torch.cat(last)
 
 
-def _chunks(n):
-    return [(a, min(a + CHUNK, n)) for a in range(0, n, CHUNK)]
+def _groups(x: Tensor) -> list[tuple[int, int, int]]:
+    """(first token, end, tokens a chunk) of what is worked on at once: whole chunks, then what remains."""
+    n = x.shape[1]
+    whole, size = n // CHUNK * CHUNK, _group(x)
+    groups = [(a, min(a + size, whole), CHUNK) for a in range(0, whole, size)]
+    return groups if n == whole else [*groups, (whole, n, n - whole)]
 
 
-def _weights(decay, code, a, z):
-    """W, into, leave, keep of the chunk [a, z) (see the head of this file); None where every weight is 1."""
-    c = z - a
-    if decay is None and code is None:
+def _slabs(*tensors: Tensor | None) -> Iterator[list]:
+    """Of tensors (rows, …): the rows that walk together."""
+    first = tensors[0]
+    assert first is not None
+    size = max(1, _at_once(first) // GROUP)
+    for a in range(0, len(first), size):
+        yield [None if t is None else t[a : a + size] for t in tensors]
+
+
+def _at_once(x: Tensor) -> int:
+    """Tokens of all rows together; it takes many more to keep a GPU busy."""
+    return CACHED // max(1, x.shape[-1]) * (1 if x.device.type == "cpu" else 64)
+
+
+def _group(x: Tensor) -> int:
+    """Tokens of each row."""
+    return max(GROUP, _at_once(x) // max(1, len(x)) // CHUNK * CHUNK)
+
+
+def _cut(t: Tensor, a: int, z: int, c: int) -> Tensor:
+    """(rows, n, ·) → (chunks · rows, c, ·): the chunks of [a, z) one after the other, each of all rows."""
+    return t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1).flatten(0, 1)
+
+
+def _put(t: Tensor, a: int, z: int, c: int, chunks: Tensor) -> None:
+    """The way back."""
+    t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1).copy_(chunks.unflatten(0, (-1, len(t))))
+
+
+def _blocks(*tensors: Tensor | None) -> Iterator[list]:
+    """Of tensors (rows, n, ·): a group of tokens at a time."""
+    first = tensors[0]
+    assert first is not None
+    size = _group(first)
+    for a in range(0, first.shape[1], size):
+        yield [None if t is None else t[:, a : a + size] for t in tensors]
+
+
+class _Weights(NamedTuple):
+    """Of each chunk, see the head of this file."""
+
+    W: Any
+    into: Any
+    leave: Any
+    keep: Any
+
+
+def _weights(decay: Tensor | None, run: Tensor | None, a: int, z: int, c: int) -> _Weights | None:
+    """From decay and run (rows, n); None where every weight is 1."""
+    if decay is None and run is None:
         return None
     W: Any = 1.0
     into: Any = 1.0
     leave: Any = 1.0
     keep: Any = 1.0
     if decay is not None:
-        b = decay[..., a:z].cumsum(-1)
+        b = _cut(decay, a, z, c).cumsum(-1)
         lower = torch.ones(c, c, dtype=torch.bool, device=b.device).tril()
         W = torch.where(lower, b[..., :, None] - b[..., None, :], -torch.inf).exp()
         into, leave = b.exp()[..., None], (b[..., -1:] - b).exp()[..., None]
         keep = b[..., -1, None, None].exp()
-    if code is not None:
-        run = torch.maximum(code, -1 - code)[:, None]
-        here, last = run[..., a:z], run[..., z - 1 : z]
-        before = run[..., a - 1 : a] if a else torch.zeros_like(last)
+    if run is not None:
+        here = _cut(run, a, z, c)
+        last = here[:, -1:]
+        before = torch.cat([run[:, a - 1 : a] if a else torch.zeros_like(run[:, :1]), last[: -len(run)]])
         W = W * (here[..., :, None] == here[..., None, :]).tril()
         into, leave = into * (here == before)[..., None], leave * (here == last)[..., None]
         keep = keep * (before == last)[..., None]
-    return W, into, leave, keep
+    return _Weights(W, into, leave, keep)
 
 
-def _walk(x, y, u, S, decay, code, *, back):
-    """One product a chunk with the state, two inside it, all written where they belong.
+def _states(S: Tensor, y: Tensor, u: Tensor | None, w: _Weights | None, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """The state that each chunk meets, S being the first, and the one after all: a chunk adds yᵀu, or Σ y without u.
 
-    A chunk's scores and the state stay in the cache; nothing else is allocated, which on a CPU is a third of the time.
+    Backwards the last chunk comes first.
     """
-    (B, H, n, _), e = x.shape, u.shape[-1]
-    out, S = x.new_empty(B, H, n, e), S.clone(memory_format=torch.contiguous_format)
-    scores = x.new_empty(B * H * min(CHUNK, n) ** 2)
-    flat_x, flat_y, flat_u, flat_out, flat_S = (t.flatten(0, 1) for t in (x, y, u, out, S))
-    for a, z in reversed(_chunks(n)) if back else _chunks(n):
-        xc, yc, uc, oc = (t[:, a:z] for t in (flat_x, flat_y, flat_u, flat_out))
-        P = scores[: B * H * (z - a) ** 2].view(B, H, z - a, z - a)
-        flat_P = P.flatten(0, 1)
-        torch.bmm(xc, yc.mT, out=flat_P)
-        torch.bmm(xc, flat_S, out=oc)
-        w = _weights(decay, code, a, z)
-        if w is None:
-            _ = P.triu_() if back else P.tril_()
-        else:
-            W, into, leave, keep = w
-            before, after = (leave, into) if back else (into, leave)
-            P.mul_(W.mT if back else W)
-            out[..., a:z, :].mul_(before)
-            yc = (y[..., a:z, :] * after).flatten(0, 1)
-            S.mul_(keep)
-        oc.baddbmm_(flat_P, uc)
-        flat_S.baddbmm_(yc.mT, uc)
-    return out, S
+    chunks = len(y) // len(S)
+    S_ = S.new_empty(chunks + 1, *S.shape)
+    S_[-1 if back else 0] = S
+    added = (S_[:-1] if back else S_[1:]).flatten(0, 1)
+    _ = torch.sum(y, -2, keepdim=True, out=added) if u is None else torch.bmm(y.mT, u, out=added)
+    keep = None if w is None else w.keep.unflatten(0, (chunks, -1))
+    for j in reversed(range(chunks)) if back else range(chunks):
+        old, new = (S_[j + 1], S_[j]) if back else (S_[j], S_[j + 1])
+        _ = new.add_(old) if keep is None else new.addcmul_(old, keep[j])
+    return (S_[1:] if back else S_[:-1]).flatten(0, 1), S_[0 if back else -1]
 
 
-def _forwards(x, y, u, S, decay, code):
-    """out_i = Σ_{j≤i} w_ij (x_i·y_j) u_j + w_i (x_i S), and the state after the last token."""
-    return _walk(x, y, u, S, decay, code, back=False)
+def _masked(P: Tensor, w: _Weights | None) -> Tensor:
+    return P.tril_() if w is None else P.mul_(w.W)
 
 
-def _backwards(x, y, u, R, decay, code):
-    """The adjoint: out_j = Σ_{i≥j} w_ij (x_j·y_i) u_i + w_j (x_j R), and the gradient of the first state."""
-    return _walk(x, y, u, R, decay, code, back=True)
+def _forwards(q, k, v, shift_q, shift_k, real, decay, run, S, z, out, inverse, *, met, feature):
+    """Writes the output, the inverse of its normaliser and the states that groups meet; returns the last state."""
+    for i, at in enumerate(_groups(q)):
+        xs, ys, vs, _ = _operands(q, k, v, shift_q, shift_k, real, at, feature)
+        w = _weights(decay, run, *at)
+        leaving = ys if w is None else ys * w.leave
+        for kept, state in zip(met, (S, z), strict=False):
+            kept[i] = state
+        P = _masked(torch.bmm(xs, ys.mT), w)
+        before, S = _states(S, leaving, vs, w)
+        o = torch.bmm(xs, before)
+        if w is not None:
+            o.mul_(w.into)
+        o.baddbmm_(P, vs)
+        if z is not None:
+            before, z = _states(z, leaving, None, w)
+            below = (xs * before).sum(-1, keepdim=True)
+            below = (below if w is None else below.mul_(w.into)).add_(P.sum(-1, keepdim=True))
+            over = _inverse(below)
+            o.mul_(over)
+            _put(inverse, *at, over)
+        _put(out, *at, o)
+    return S, z
+
+
+def _backwards(q, k, v, shift_q, shift_k, real, decay, run, g, c, R, t, dq, dk, dv, change, *, met, feature):
+    """Writes the gradients, given those of numerators and normalisers (g, c) and of the last state (R, t).
+
+    Returns those of the first state. Within a group the states are made again from the one that it met.
+    """
+    for i, at in reversed(list(enumerate(_groups(q)))):
+        xs, ys, vs, real_s = _operands(q, k, v, shift_q, shift_k, real, at, feature)
+        gs = _cut(g, *at)
+        w = _weights(decay, run, *at)
+        leaving, entering = (ys, xs) if w is None else (ys * w.leave, xs * w.into)
+        before, _ = _states(met[0][i], leaving, vs, w)
+        after, R = _states(R, entering, gs, w, back=True)
+        D = torch.bmm(gs, vs.mT)
+        dx, dy, dvs = torch.bmm(gs, before.mT), torch.bmm(vs, after.mT), torch.bmm(ys, after)
+        if c is not None:
+            cs = _cut(c, *at)
+            before, _ = _states(met[1][i], leaving, None, w)
+            after, t = _states(t, entering * cs, None, w, back=True)
+            D.add_(cs)
+            dx.addcmul_(cs, before)
+            dy.add_(after)
+        if w is not None:
+            for part, weight in ((dx, w.into), (dy, w.leave), (dvs, w.leave)):
+                part.mul_(weight)
+        D = _masked(D, w)
+        dx.baddbmm_(D, ys)
+        dy.baddbmm_(D.mT, xs)
+        dvs.baddbmm_(_masked(torch.bmm(xs, ys.mT), w).mT, gs)
+        if change is not None:
+            # differences of large sums: float64 keeps them over long sequences, and they are n numbers a head
+            _put(change, *at, (xs.double() * dx - ys.double() * dy).sum(-1))
+        _put(dq, *at, _pulled(dx, xs, feature, real_s))
+        _put(dk, *at, _pulled(dy, ys, feature, real_s))
+        _put(dv, *at, dvs)
+    return R, t
+
+
+def _operands(q, k, v, shift_q, shift_k, real, at, feature):
+    """Features of a group's queries and keys, its values, and which of its tokens are real."""
+    q, k, v, shift_q, shift_k, real = (None if t is None else _cut(t, *at) for t in (q, k, v, shift_q, shift_k, real))
+    x, y = (features(t, feature, s, real, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
+    return x, y, v, real
+
+
+def _inverse(below: Tensor) -> Tensor:
+    """1 over it, zero where it is nothing."""
+    some = below.abs() >= LEAST[below.dtype]
+    return torch.where(some, 1 / torch.where(some, below, 1.0), 0.0)
 
 
 class _Elu1(torch.autograd.Function):
@@ -358,52 +472,123 @@ class _Elu1(torch.autograd.Function):
         return grad * phi.clamp(max=1)
 
 
-class _Normalised(torch.autograd.Function):
-    """All columns but the last over the last, rows of zero where it is nothing; gradients in one piece."""
+def _in_rows(B, H, *tensors):
+    """(B, H, …) → (B·H, …)"""
+    return [None if t is None else t.expand(B, H, *t.shape[2:]).flatten(0, 1) for t in tensors]
+
+
+def _tokens(code, shift_q, shift_k):
+    """What features need to know of tokens, (·, ·, n, 1)."""
+    real = None if code is None else (code >= 0)[:, None, :, None]
+    return *(None if s is None else s[..., None] for s in (shift_q, shift_k)), real
+
+
+def _upstream(dout, out, inverse):
+    """Gradients of numerators and normalisers, o = num / den: do / den and −do·o / den."""
+    if inverse is None:
+        return dout, None
+    return dout * inverse, (dout * out).sum(-1, keepdim=True).mul_(-inverse)
+
+
+def _joined(states, otherwise):
+    """Those of all slabs; the other ones where there is no slab, as no row."""
+    parts = zip(*states, strict=True) if states else ([t] for t in otherwise)
+    return [None if t[0] is None else torch.cat(list(t)) for t in parts]
+
+
+class _Full(torch.autograd.Function):
+    """out = x S / (x·z) with S and z the sums over all keys; features are made block by block, and again."""
 
     @staticmethod
-    def forward(ctx, out):
-        below = out[..., -1:]
-        some = below.abs() >= LEAST[out.dtype]
-        inverse = torch.where(some, 1 / torch.where(some, below, 1.0), 0.0)
-        o = out[..., :-1] * inverse
-        ctx.save_for_backward(o, inverse)
-        return o
+    def forward(ctx, q, k, v, S, z, shift_q, shift_k, code, feature):
+        (B, H, n, _), e, wide = q.shape, v.shape[-1], v.dtype
+        given = _in_rows(B, H, q, k, v, *_tokens(code, shift_q, shift_k), S.clone(), None if z is None else z.clone())
+        out, inverse = v.new_empty(B * H, n, e), None if z is None else v.new_empty(B * H, n, 1)
+        for q, k, v, s_q, s_k, real, S, z, o, over in _slabs(*given, out, inverse):
+            for ks, vs, s, real_s in _blocks(k, v, s_k, real):
+                y = features(ks, feature, s, real_s, wide)
+                S.baddbmm_(y.mT, vs)
+                if z is not None:
+                    z.add_(y.sum(-2, keepdim=True))
+            for qs, os, overs, s, real_s in _blocks(q, o, over, s_q, real):
+                x = features(qs, feature, s, real_s, wide)
+                if z is None:
+                    os.copy_(x @ S)
+                else:
+                    overs.copy_(_inverse((x * z).sum(-1, keepdim=True)))
+                    torch.mul(x @ S, overs, out=os)
+        ctx.shape, ctx.feature = (B, H), feature
+        ctx.save_for_backward(*given, out, inverse)
+        return tuple(None if t is None else t.unflatten(0, (B, H)) for t in (out, *given[-2:]))
 
     @staticmethod
-    def backward(ctx, grad):
-        o, inverse = ctx.saved_tensors
-        return torch.cat([grad, -(grad * o).sum(-1, keepdim=True)], -1).mul_(inverse)
+    def backward(ctx, dout, R, t):
+        with as_given(dout):
+            return _Full._backward(ctx, dout, R, t)
+
+    @staticmethod
+    def _backward(ctx, dout, R, t):
+        *given, out, inverse = ctx.saved_tensors
+        dout, R, t = _in_rows(*ctx.shape, dout, R.clone(), None if t is None else t.clone())
+        g, c = _upstream(dout, out, inverse)
+        grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in given[:3]]
+        for q, k, v, s_q, s_k, real, S, z, g_, c_, R_, t_, dq, dk, dv in _slabs(*given, g, c, R, t, *grads):
+            for qs, gs, cs, d, s, real_s in _blocks(q, g_, c_, dq, s_q, real):
+                x = features(qs, ctx.feature, s, real_s, v.dtype)
+                R_.baddbmm_(x.mT, gs)
+                dx = gs @ S.mT
+                if c_ is not None:
+                    t_.add_((x * cs).sum(-2, keepdim=True))
+                    dx.addcmul_(cs, z)
+                d.copy_(_pulled(dx, x, ctx.feature, real_s))
+            for ks, vs, d, dvs, s, real_s in _blocks(k, v, dk, dv, s_k, real):
+                y = features(ks, ctx.feature, s, real_s, v.dtype)
+                dvs.copy_(y @ R_)
+                dy = vs @ R_.mT
+                if t_ is not None:
+                    dy.add_(t_)
+                d.copy_(_pulled(dy, y, ctx.feature, real_s))
+        return *(None if s is None else s.unflatten(0, ctx.shape) for s in (*grads, R, t)), *[None] * 4
 
 
 class _Causal(torch.autograd.Function):
-    """The two walks joined: keeps its inputs and the last state, nothing of size n·c."""
+    """The two walks joined: keeps its inputs, its output and a state a group, nothing of size n·c."""
 
     @staticmethod
-    def forward(ctx, x, y, u, decay, S, code):
-        out, last = _forwards(x, y, u, S, decay, code)
-        ctx.save_for_backward(x, y, u, decay, S, code, last)
-        return out, last
+    def forward(ctx, q, k, v, decay, S, z, shift_q, shift_k, code, feature):
+        (B, H, n, _), e = q.shape, v.shape[-1]
+        run = None if code is None else torch.maximum(code, -1 - code)[:, None]
+        given = _in_rows(B, H, q, k, v, *_tokens(code, shift_q, shift_k), decay, run)
+        first = _in_rows(B, H, S, z)
+        out, inverse = v.new_empty(B * H, n, e), None if z is None else v.new_empty(B * H, n, 1)
+        ctx.met, last = [], []
+        for slab in _slabs(*given, *first, out, inverse):
+            states = [t for t in slab[8:10] if t is not None]
+            met = [t.new_empty(len(_groups(slab[0])), *t.shape) for t in states] if any(ctx.needs_input_grad) else []
+            last.append(_forwards(*slab, met=met, feature=feature))
+            ctx.met.append(met)
+        last = _joined(last, first)
+        ctx.shape, ctx.feature = (B, H), feature
+        ctx.save_for_backward(*given, out, inverse, *last)
+        return tuple(None if t is None else t.unflatten(0, (B, H)) for t in (out, *last))
 
     @staticmethod
-    def backward(ctx, dout, dlast):
+    def backward(ctx, dout, R, t):
         with as_given(dout):
-            return _Causal._backward(ctx, dout, dlast)
+            return _Causal._backward(ctx, dout, R, t)
 
     @staticmethod
-    def _backward(ctx, dout, dlast):
-        x, y, u, decay, S, code, last = ctx.saved_tensors
-        wants_decay = ctx.needs_input_grad[3]
-        dx = dy = du = ddecay = dS = None
-        if ctx.needs_input_grad[0] or wants_decay:
-            dx = _forwards(dout, u, y, S.mT, decay, code)[0]
-        if ctx.needs_input_grad[1] or wants_decay:
-            dy = _backwards(u, dout, x, dlast.mT, decay, code)[0]
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
-            du, dS = _backwards(y, x, dout, dlast, decay, code)
-        if wants_decay:
-            # differences of large sums: float64 keeps them over long sequences, and they are n numbers a head
-            change = (x.double() * dx - y.double() * dy).sum(-1)
-            after = change.flip(-1).cumsum(-1).flip(-1) + (last.double() * dlast).sum((-2, -1))[..., None]
-            ddecay = after.to(decay.dtype)
-        return dx, dy, du, ddecay, dS, None
+    def _backward(ctx, dout, R, t):
+        *given, out, inverse, S, z = ctx.saved_tensors
+        dout, R, t = _in_rows(*ctx.shape, dout, R, t)
+        grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in given[:3]]
+        change = dout.new_empty(dout.shape[:2], dtype=torch.float64) if ctx.needs_input_grad[3] else None
+        slabs = _slabs(*given, *_upstream(dout, out, inverse), R, t, *grads, change)
+        firsts = [_backwards(*slab, met=met, feature=ctx.feature) for slab, met in zip(slabs, ctx.met, strict=True)]
+        first = _joined(firsts, (R, t))
+        if change is not None:
+            end = (S.double() * R).sum((-2, -1))
+            end = end if t is None else end + (z.double() * t).sum((-2, -1))
+            change = (change.flip(-1).cumsum(-1).flip(-1) + end[..., None]).to(dout.dtype)
+        every = (*grads, change, *first)
+        return *(None if s is None else s.unflatten(0, ctx.shape) for s in every), *[None] * 4
