@@ -5,8 +5,8 @@
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 
-The normaliser z is kept in float32 or better; it is summed, not multiplied. Features given by their logarithms are stabilised by
-the largest key so far, which is part of the state.
+The normaliser is kept in float32 or better; sums, not products, make it. Features given by their logarithms are
+stabilised by the largest key so far, which is part of the state.
 """
 
 from __future__ import annotations
