@@ -9,7 +9,7 @@ import torch
 
 import heedful as h
 from heedful.mechanisms.linformer import Linformer
-from heedful.mechanisms.nystrom import Nystrom, iterated_inverse, landmarks
+from heedful.mechanisms.nystrom import Nystrom, inverse_times, iterated_inverse, landmarks
 from heedful.mechanisms.truncated_svd import TruncatedSVD
 from heedful.segments import from_lengths
 from heedful.testing import CHECKS, Case, DoesNotApply, FlopCounter
@@ -196,6 +196,8 @@ def test_the_iterate_acts_on_singular_values_alone(iterations):
         z = z * (13 - p * (15 - p * (7 - p))) / 4
     want = Vh.mT @ (z[..., None] * U.mT)
     torch.testing.assert_close(iterated_inverse(W, iterations), want, rtol=1e-9, atol=1e-11)
+    X = draw(3, 10, 2, seed=1)
+    torch.testing.assert_close(inverse_times(W, X, iterations), want @ X, rtol=1e-9, atol=1e-11)
 
 
 def test_the_iterate_converges_to_the_pseudo_inverse():

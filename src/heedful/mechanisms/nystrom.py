@@ -3,7 +3,9 @@
 matrix      A = softmax(s · Q K̃ᵀ) Z softmax(s · Q̃ Kᵀ),   Q̃, K̃: the means of r consecutive pieces of Q and of K
             Z = Z_t of Z₀ = Wᵀ / (‖W‖₁ ‖W‖∞),  Z ← ¼ Z (13 I − W Z (15 I − W Z (7 I − W Z))),  W = softmax(s · Q̃ K̃ᵀ)
 fast        right to left: attention of the landmarks to all keys, Z, attention of all queries to the landmarks
-cost        2 r (n + m)(d + e) + 2 r² (d + e) + t · 8 r³ flops
+            with Z the last but one, the last step is taken on the r × e matrix X that it is for:
+            Z_t X = ¼ Z (13 X − W Z (15 X − W Z (7 X − W Z X)))
+cost        2 r (n + m)(d + e) + 2 r² (d + 7 e) + (t − 1) · 8 r³ flops
 
 The mechanism is the paper's t-th iterate, not the pseudo-inverse that Z_t converges to: on a singular value σ of W it
 is a polynomial that stays small where 1/σ explodes, so nearly equal landmarks do no harm.
@@ -92,8 +94,9 @@ class Nystrom(Mechanism):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, x = q.to(wide), k.to(wide), v.to(wide)
         with as_given(q):
-            of_queries, of_keys, inverse = self._landmarks(q, k)
-            x = self._attend(q, of_keys, inverse @ self._attend(of_queries, k, x))
+            of_queries, of_keys, W = self._landmarks(q, k)
+            x = inverse_times(W, self._attend(of_queries, k, x), self.iterations)
+            x = self._attend(q, of_keys, x)
         return x.to(v.dtype)
 
     def products(self, q, k, *, segments=None):
@@ -105,18 +108,17 @@ class Nystrom(Mechanism):
             wide = torch.promote_types(q.dtype, torch.float32)
             Q, K = q.to(wide), k.to(wide)
             with as_given(q):
-                of_queries, of_keys, inverse = self._landmarks(Q, K)
-                x = inverse.mT @ self._attend_transposed(Q, of_keys, y.to(wide))
+                of_queries, of_keys, W = self._landmarks(Q, K)
+                x = iterated_inverse(W, self.iterations).mT @ self._attend_transposed(Q, of_keys, y.to(wide))
                 return self._attend_transposed(of_queries, K, x).to(y.dtype)
 
         plain = segments is None and q.shape[-2] and k.shape[-2]
         return apply, transposed if plain else adjoint
 
     def _landmarks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the queries, those of the keys, and the inverse between them."""
+        """Those of the queries, those of the keys, and W between them."""
         of_queries, of_keys = landmarks(q, self.landmarks), landmarks(k, self.landmarks)
-        W = (of_queries @ of_keys.mT * self._scale(q)).softmax(-1)
-        return of_queries, of_keys, iterated_inverse(W, self.iterations)
+        return of_queries, of_keys, (of_queries @ of_keys.mT * self._scale(q)).softmax(-1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return softmax(q, k, v, SoftmaxRows(), Full(), None, self._scale(q))
@@ -132,8 +134,8 @@ class Nystrom(Mechanism):
             return Cost(flops=0, bytes=dims.io_bytes)
         a, b = min(self.landmarks, dims.n), min(self.landmarks, dims.m)
         attended = (a * dims.m + dims.n * b) * (dims.d + dims.e)
-        inverse = self.iterations * (2 * a * a * b + 2 * a * a * a)
-        return Cost(flops=2 * dims.batch * (attended + a * b * (dims.d + dims.e) + inverse), bytes=dims.io_bytes)
+        inverse = (self.iterations - 1) * (2 * a * a * b + 2 * a * a * a)
+        return Cost(flops=2 * dims.batch * (attended + a * b * (dims.d + 7 * dims.e) + inverse), bytes=dims.io_bytes)
 
     def explain(self, q, k, v, *, segments=None):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -174,6 +176,14 @@ def iterated_inverse(W: Float[Tensor, "*b a c"], iterations: int) -> Float[Tenso
         squared = P @ P
         Z = Z @ (_shifted(7 * squared - squared @ P - 15 * P, 13.0) / 4)
     return Z
+
+
+def inverse_times(W: Float[Tensor, "*#b a c"], X: Float[Tensor, "*#b a e"], iterations: int) -> Float[Tensor, "*b c e"]:
+    """iterated_inverse(W, iterations) @ X, whose last step never forms the inverse."""
+    Z = iterated_inverse(W, iterations - 1)
+    Y = 7 * X - W @ (Z @ X)
+    Y = 15 * X - W @ (Z @ Y)
+    return Z @ (3.25 * X - 0.25 * (W @ (Z @ Y)))
 
 
 def _shifted(X: Float[Tensor, "*b a a"], by: float) -> Float[Tensor, "*b a a"]:
