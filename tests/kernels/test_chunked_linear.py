@@ -233,7 +233,9 @@ def test_it_is_the_formula_and_so_are_its_gradients(form, case, monkeypatch):
     ids=["packed", "a head", "exp"],
 )
 def test_the_gradient_of_the_decay(case, monkeypatch):
-    monkeypatch.setattr(reference, "CHUNK", 32)
+    monkeypatch.setattr(reference, "CHUNK", 16)
+    monkeypatch.setattr(reference, "GROUP", 32)
+    monkeypatch.setattr(reference, "CACHED", 1)  # groups of two chunks, one head at a time
     inputs, options = build(**case)
     grads = []
     for function in (dense, reference.chunked_linear):
