@@ -206,7 +206,8 @@ def poisoned(shape, like, dtype=torch.float32):
 def small(form, monkeypatch):
     """Chunks so short that a few dozen tokens make several."""
     if form is reference:
-        monkeypatch.setattr(form, "CHUNK", 32)
+        for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
+            monkeypatch.setattr(form, name, size)
     else:
         monkeypatch.setattr(form.launches, "PLANS", {})
         monkeypatch.setattr(form.launches, "empty", poisoned)
