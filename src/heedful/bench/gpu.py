@@ -146,7 +146,7 @@ def _measured_head(setting: Setting, n: int) -> Work:
     from heedful.measures import effective_rank, row_statistics, spectrum
 
     def run(q, k, _):
-        op = Softmax(Causal()).operator(q, k)
+        op = Softmax(Causal()).operator(q.float(), k.float())
         row_statistics(op)
         spectrum(op, 64)
         return effective_rank(op, 0.9).estimate
