@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import nan
 from pathlib import Path
 
 import torch
@@ -27,7 +28,12 @@ def main() -> None:
     print(f"{'':22}{'bf16 error':>11}{'naive':>9}{'fp32 error':>12}{'naive':>9}", end="")
     print(f"{'grad bf16':>11}{'ms':>9}{'+ backward':>12}")
     for name, entry in h.CATALOG.items():
-        row = {"name": name} | errors(entry) | times(entry)
+        try:
+            row = {"name": name} | errors(entry) | times(entry)
+        except Exception as error:  # one that breaks must not hide the others
+            rows.append({"name": name, "problem": f"{type(error).__name__}: {error}"[:300]})
+            print(f"{name:22}FAILED {rows[-1]['problem'][:200]}", flush=True)
+            continue
         rows.append(row)
         print(
             f"{name:22}{row['bfloat16']:11.1e}{row['bfloat16_naive']:9.1e}{row['float32']:12.1e}"
@@ -37,6 +43,14 @@ def main() -> None:
     if options.json:
         facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
         options.json.write_text(json.dumps(facts, indent=1))
+    bad = [row["name"] for row in rows if is_bad(row)]
+    print(f"{len(rows) - len(bad)} of {len(rows)} are right" + (f"; not {', '.join(bad)}" if bad else ""))
+
+
+def is_bad(row) -> bool:
+    """It broke, or its error is more than twice the naive way's."""
+    kinds = ("bfloat16", "float32")
+    return "problem" in row or any(not row[kind] <= 2 * row[f"{kind}_naive"] + 1e-6 for kind in kinds)
 
 
 def errors(entry) -> dict[str, float]:
@@ -62,6 +76,8 @@ def errors(entry) -> dict[str, float]:
 
 
 def times(entry) -> dict[str, float]:
+    if entry.complexity == "N³":  # a baseline that nobody would run at this length
+        return {"forward_ms": nan, "both_ms": nan}
     q, k, v = (torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mechanism = entry.build(**given(entry, d=64, heads=16, length=8192)).to(torch.bfloat16).cuda()
     leaves = [x.requires_grad_() for x in (q, k, v)]
