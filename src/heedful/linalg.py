@@ -162,9 +162,9 @@ class Sketch:
         return Ritz(squares.flip(-1).clamp(min=0), leaks.flip(-1), p)
 
     def first(self, count: Int[Tensor, "*b"]) -> Float[Tensor, "*b k n"]:
-        """The first `count` Ritz vectors of what was last solved, as rows; zeros after them."""
+        """The first `count` Ritz vectors of what was last solved, as rows; zeros where other heads have more."""
         chosen = torch.arange(self.width, device=count.device) < count[..., None]
-        rotation = self._vectors * chosen[..., None, :]
+        rotation = (self._vectors * chosen[..., None, :])[..., : max(1, int(count.max()))]
         return rotation.mT.to(self.basis.dtype) @ self.basis
 
 
@@ -211,10 +211,10 @@ class Probes:
         """The next direction: A Aᵀ x without what the path and the basis have of it."""
         y = self.op @ self._image
         self.products += self.count
-        done = torch.stack(self.path)
         for _ in range(2):
             y = y - self.basis.mT @ (self.basis @ y)
-            y = y - (done * (done * y).sum(-2, keepdim=True)).sum(0)
+            for x in self.path:  # one by one: they stay in the cache, which all of them together do not
+                y = y - x * (x * y).sum(-2, keepdim=True)
         length = y.double().norm(dim=-2)
         # Where the start's own space is used up, what is left is rounding: its rule is complete, and stays as it is.
         size = torch.stack(self.diagonal).amax(0).clamp(min=1e-30)
@@ -385,7 +385,7 @@ class Trimmed:
     (True, True)
     """
 
-    ROWS = 256
+    ROWS = 128
 
     def __init__(self, dense: Float[Tensor, "n m"]):
         self.shape, self.dtype, self.device = tuple(dense.shape), dense.dtype, dense.device
