@@ -167,6 +167,7 @@ class Mechanism(nn.Module, ABC):
             lambda request: self.row_sums(q, k, request, segments=segments),
             resolve(segments, q.shape[-2], k.shape[-2], q.device),
             lambda: self.formed(q, k, segments=segments),
+            lambda: self.operator(q.float(), k.float(), segments=segments),
         )
 
     def extra_repr(self) -> str:

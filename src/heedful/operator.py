@@ -38,6 +38,7 @@ class AttentionOperator:
         row_sums: Callable[[Request], RowSums] | None = None,
         layout: Layout | None = None,
         formed: Callable[[], Tensor] | None = None,
+        raised: Callable[[], AttentionOperator] | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -48,6 +49,7 @@ class AttentionOperator:
         self._row_sums = row_sums
         self.layout = resolve(None, self.shape[-2], self.shape[-1], device) if layout is None else layout
         self._formed = dense if formed is None else formed
+        self._raised = raised
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
@@ -83,6 +85,7 @@ class AttentionOperator:
             lambda: self._dense().mT,
             layout=Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
             formed=lambda: self._formed().mT,
+            raised=lambda: self.float().mT,
         )
 
     def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
@@ -105,6 +108,14 @@ class AttentionOperator:
     def form(self) -> Float[Tensor, "*b n m"]:
         """The matrix itself, by the fastest way that the mechanism knows; equal to `to_dense` but for rounding."""
         return self._formed()
+
+    def float(self) -> AttentionOperator:
+        """The same map from q and k raised to float32, where they have 16 bits; itself where they have more."""
+        if self.dtype.itemsize >= 4:
+            return self
+        if self._raised is None:
+            raise TypeError(f"{self}: made without a way to float32. Build the operator from q.float() and k.float().")
+        return self._raised()
 
     def __repr__(self) -> str:
         return f"AttentionOperator{self.shape}, {self.dtype}, {self.device}"
