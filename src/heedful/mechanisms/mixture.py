@@ -127,7 +127,8 @@ class Mixture(Mechanism):
         found = []
         for (first, size), (part, (own_q, own_k), ids) in zip(self._runs(), self._split(segments, q, k), strict=True):
             heads = slice(first, first + size)
-            own = replace(request, targets=_if_any(request.targets, heads), columns=_if_any(request.columns, heads))
+            given = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into")}
+            own = replace(request, **given)
             found.append(part.row_sums(own_q, own_k, own, segments=ids))
         return RowSums.join(found, max(q.ndim, k.ndim) - 3)
 

@@ -107,12 +107,17 @@ def blocked_matrix(
     out = work.zeros(work.n, work.m)
     for tile in work.tiles():
         weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
-        target = pick(out, tile.batch)[..., tile.rows, :]
-        if tile.cols.is_interval:
-            target[..., int(tile.cols.index[0]) : int(tile.cols.index[-1]) + 1] = weights
-        else:
-            target.index_copy_(-1, tile.cols.index.to(out.device), weights)
+        put_tile(out, tile, weights)
     return out.to(q.dtype)
+
+
+def put_tile(out: Float[Tensor, "*b n m"], tile: Tile, weights: Tensor) -> None:
+    """Write the weights of a tile to where they stand in the matrix."""
+    target = pick(out, tile.batch)[..., tile.rows, :]
+    if tile.cols.is_interval:
+        target[..., int(tile.cols.index[0]) : int(tile.cols.index[-1]) + 1] = weights
+    else:
+        target.index_copy_(-1, tile.cols.index.to(out.device), weights.to(out.dtype))
 
 
 def _without_padding(

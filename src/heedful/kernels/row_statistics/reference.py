@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from heedful.kernels.blocked import tiles as scheduler
-from heedful.kernels.blocked.reference import RowFunction, Work
+from heedful.kernels.blocked.reference import RowFunction, Work, put_tile
 from heedful.kernels.blocked.tiles import Tile, pick, with_axes
 from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
@@ -49,10 +49,13 @@ def row_statistics(
         scores, bias = work.scores(tile), work.bias_of(tile)
         block = _block(tile, request, len(work.batch), work.dtype)
         if isinstance(rows, SoftmaxRows):
-            part = _of_softmax(work, rows, scores, tile, bias, block)
+            part, weights = _of_softmax(work, rows, scores, tile, bias, block)
         else:
-            part = of_weights(rows.weights(scores, tile, bias, rows.parameters), block)
+            weights = rows.weights(scores, tile, bias, rows.parameters)
+            part = of_weights(weights, block)
         out.put(tile.batch, tile.rows, part)
+        if request.into is not None:
+            put_tile(request.into, tile, weights)
     return out
 
 
@@ -96,7 +99,10 @@ def by_blocks(
             None if request.columns is None else with_axes(request.columns, axes, 2).to(wide),
             request.bands,
         )
-        out.put((), part, of_weights(rows(part).to(wide), block))
+        weights = rows(part).to(wide)
+        out.put((), part, of_weights(weights, block))
+        if request.into is not None:
+            request.into[..., part, :] = weights
     return out
 
 
@@ -189,7 +195,10 @@ def _block(tile: Tile, request: Request, axes: int, dtype: torch.dtype) -> Block
     return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands)
 
 
-def _of_softmax(work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block):
+def _of_softmax(
+    work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block
+) -> tuple[RowSums, Tensor]:
+    """The sums of a tile, and its weights, which the next tile overwrites."""
     logits = rows.logits(scores, tile, bias, rows.parameters)
     top, place = logits.max(-1, keepdim=True)
     dead = top == -inf
@@ -205,8 +214,9 @@ def _of_softmax(work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias:
     found = _sums(weights, weights, weights.sum(-1), largest, place, entropy[..., 0], block)
     if rows.sink is not None:
         whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
-        found, lse = found.scaled((lse - whole).masked_fill(dead, -inf).exp()[..., 0]), whole
-    return replace(found, lse=lse.masked_fill(dead, -inf)[..., 0])
+        share = (lse - whole).masked_fill(dead, -inf).exp()
+        found, lse, weights = found.scaled(share[..., 0]), whole, weights.mul_(share)
+    return replace(found, lse=lse.masked_fill(dead, -inf)[..., 0]), weights
 
 
 def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:

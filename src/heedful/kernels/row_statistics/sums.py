@@ -25,11 +25,13 @@ class Request:
     targets   keys whose weights are wanted, for each query, by index; −1: none
     bands     offsets (least, largest) whose share of a row is wanted
     columns   vectors that the rows of each band are multiplied by
+    into      zeros in which the weights themselves are left, where the matrix is wanted too
     """
 
     targets: Int[Tensor, "*#b n t"] | None = None
     bands: tuple[Band, ...] = ()
     columns: Float[Tensor, "*#b m x"] | None = None
+    into: Float[Tensor, "*b n m"] | None = None
 
 
 @dataclass(frozen=True)
