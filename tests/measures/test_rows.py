@@ -265,7 +265,7 @@ def test_padding_with_nan_in_it_reaches_nothing():
     dirty = h.row_statistics(
         h.Softmax().operator(q.masked_fill(padding, torch.nan), k.masked_fill(padding, torch.nan), segments=PACKED)
     )
-    for name, x in clean.to_dict().items():
+    for name, x in vars(clean).items():
         if isinstance(x, torch.Tensor):
             torch.testing.assert_close(getattr(dirty, name), x, rtol=0, atol=0)
 

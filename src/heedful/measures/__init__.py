@@ -1,6 +1,7 @@
 """Measures: plain functions of an `AttentionOperator`, each with what is certain about its answer."""
 
 from heedful.measures.concentration import Concentration, concentration
+from heedful.measures.heads import HeadMeasures, head_measures
 from heedful.measures.positions import PositionalPattern, positional_pattern
 from heedful.measures.rows import RowStatistics, entropy, row_statistics, sink_mass
 from heedful.measures.spectrum import (
@@ -23,6 +24,7 @@ __all__ = [
     "Concentration",
     "Decay",
     "EffectiveRank",
+    "HeadMeasures",
     "Interval",
     "PositionalPattern",
     "RowStatistics",
@@ -33,6 +35,7 @@ __all__ = [
     "energy_share",
     "entropic_rank",
     "entropy",
+    "head_measures",
     "numerical_rank",
     "positional_pattern",
     "row_correlation",

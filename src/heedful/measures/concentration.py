@@ -14,21 +14,22 @@ one, over all entries,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from heedful.kernels.row_statistics.sums import Request
-from heedful.measures.rows import check_operator, checked_sums
+from heedful.measures.render import Measurement, altair, indices
+from heedful.measures.rows import check_operator, checked_sums, over_rows
 from heedful.operator import AttentionOperator
 from heedful.shapes import Float, Tensor
 
 Over = Literal["visible", "all"]
 
 
-@dataclass(frozen=True)
-class Concentration:
+@dataclass(frozen=True, eq=False, repr=False)
+class Concentration(Measurement):
     """Of each row and of the whole matrix; see `concentration`. A row that is zero has S = NaN and participation 0."""
 
     over: Over
@@ -42,8 +43,26 @@ class Concentration:
         """e^entropy: over how many keys a row spreads, 0 where it sees none."""
         return torch.where(self.participation > 0, self.entropy.exp(), 0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def columns(self) -> dict[str, Tensor]:
+        seeing = self.participation > 0
+        shown = {"S of rows": self.rows, "participation": self.participation, "entropy": self.entropy}
+        means = {name: over_rows(x, seeing) for name, x in shown.items()}
+        return {"S": self.matrix} | means | {"perplexity": over_rows(self.perplexity, seeing)}
+
+    def caption(self) -> str:
+        where = "visible entries" if self.over == "visible" else "all entries"
+        return f"concentration over {where}; rows by their means"
+
+    def plot(self):
+        """S of the matrix, a bar a head (needs altair)."""
+        alt = altair()
+        heads, values = indices(self.matrix.shape), self.matrix.reshape(-1).cpu().tolist()
+        rows = [{"head": head or "0", "S": value} for head, value in zip(heads, values, strict=True)]
+        return (
+            alt.Chart(alt.Data(values=rows))
+            .mark_bar()
+            .encode(x=alt.X("head:N", sort=None), y=alt.Y("S:Q", scale=alt.Scale(domain=[0, 1])))
+        )
 
 
 def concentration(op: AttentionOperator, over: Over = "visible") -> Concentration:

@@ -26,13 +26,14 @@ nothing to fit, or a sink; then a band; then a window; then stripes. If none doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.measures.places import Places
+from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
 from heedful.operator import AttentionOperator
 from heedful.segments import Layout
@@ -51,8 +52,8 @@ CONTENT = "content"
 LEAST_COVERAGE = 0.1  # of the rows must have a target, or a pattern says nothing about the head
 
 
-@dataclass(frozen=True)
-class PositionalPattern:
+@dataclass(frozen=True, eq=False, repr=False)
+class PositionalPattern(Measurement):
     """Shares and scores of every kind for every head; see `positional_pattern`.
 
     `index` points into `names`; the last name is "content", whose score is what the best kind leaves unexplained.
@@ -79,7 +80,49 @@ class PositionalPattern:
         return self.scores[..., self.names.index(name)]
 
     def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"labels": self.labels}
+        return super().to_dict() | {"labels": self.labels}
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """As any measurement's, with the names of the pattern and of the runner-up among all kinds."""
+        head, rows = super().cells()
+        at = 1 if self.index.ndim else 0
+        own = [self.names[i] for i in self.index.reshape(-1).tolist()]
+        second = [self.names[i] for i in self._runner_up().reshape(-1).tolist()]
+        rows = [
+            [*row[:at], name, *row[at:-1], other, row[-1]] for row, name, other in zip(rows, own, second, strict=True)
+        ]
+        return [*head[:at], "pattern", *head[at:-1], "next best", head[-1]], rows
+
+    def columns(self) -> dict[str, Tensor]:
+        best = self._runner_up()[..., None]
+        return {"score": self.score, "margin": self.margin, "its score": self.scores.gather(-1, best)[..., 0]}
+
+    def caption(self) -> str:
+        return f"positional patterns that explain {self.threshold:g} or more of a head"
+
+    def plot(self):
+        """The scores, a row a head and a column a kind (needs altair)."""
+        alt = altair()
+        kinds, flat = self.names[:-1], self.scores.reshape(-1, self.scores.shape[-1]).cpu().tolist()
+        rows = [
+            {"head": head or "0", "pattern": kind, "score": value}
+            for head, values in zip(indices(self.index.shape), flat, strict=True)
+            for kind, value in zip(kinds, values, strict=True)
+        ]
+        return (
+            alt.Chart(alt.Data(values=rows))
+            .mark_rect()
+            .encode(
+                x=alt.X("pattern:N", sort=list(kinds)),
+                y=alt.Y("head:N", sort=None),
+                color=alt.Color("score:Q", scale=alt.Scale(domain=[0, 1])),
+            )
+        )
+
+    def _runner_up(self) -> Int[Tensor, "*b"]:
+        """The kind with the largest score but for the head's own."""
+        kinds = torch.arange(self.scores.shape[-1], device=self.scores.device)
+        return self.scores.masked_fill(kinds == self.index[..., None], -1).argmax(-1)
 
 
 class Shares(NamedTuple):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from html import escape
 from itertools import product
+from textwrap import wrap
 from typing import Any
 
 from heedful.shapes import Tensor
 
 SHOWN = 12  # heads in a printed table; the rest is counted
+WIDE = 80  # columns of text
+DRAWN = 256  # queries that a plot has a point for, evenly spaced
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,11 +32,9 @@ class Measurement:
         """Headings and rows, as text: the head's index in the batch first, where there is a batch."""
         columns = self.columns()
         batch = next(iter(columns.values())).shape
-        plain = {name: x.detach().cpu() for name, x in columns.items()}
-        rows = []
-        for index in product(*(range(size) for size in batch)):
-            head = [".".join(map(str, index))] if index else []
-            rows.append(head + [number(x[index].item()) for x in plain.values()])
+        plain = [x.detach().reshape(-1).cpu().tolist() for x in columns.values()]
+        values = [[number(value) for value in row] for row in zip(*plain, strict=True)]
+        rows = [[head, *row] if batch else row for head, row in zip(indices(batch), values, strict=True)]
         return (["head"] if batch else []) + list(columns), rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,12 +44,12 @@ class Measurement:
 
     def __repr__(self) -> str:
         head, rows = self.cells()
-        shown = [head, *rows[:SHOWN]]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
+        columns = list(zip(head, *rows[:SHOWN], strict=True))
+        keys = 1 if head[0] == "head" else 0
+        lines = [line for part in _packed(columns, keys) for line in _aligned(part)]
         if len(rows) > SHOWN:
             lines.append(f"… and {len(rows) - SHOWN} more")
-        return "\n".join([self.caption(), *lines])
+        return "\n".join([*wrap(self.caption(), WIDE), *lines])
 
     def __rich__(self):
         from rich.table import Table
@@ -68,6 +70,32 @@ class Measurement:
         return "\n".join([*lines, "</table>"])
 
 
+def _packed(columns: list[tuple[str, ...]], keys: int) -> Iterator[list[tuple[str, ...]]]:
+    """The columns in parts that fit a terminal, each with the first `keys` of them."""
+    part = columns[:keys]
+    for column in columns[keys:]:
+        if len(part) > keys and sum(2 + max(map(len, one)) for one in [*part, column]) - 2 > WIDE:
+            yield part
+            part = columns[:keys]
+        part = [*part, column]
+    yield part
+
+
+def _aligned(columns: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def indices(batch: tuple[int, ...]) -> list[str]:
+    """The heads of a batch by their indices; one empty name where there is no batch.
+
+    >>> indices((2, 2)), indices(())
+    (['0.0', '0.1', '1.0', '1.1'], [''])
+    """
+    return [".".join(map(str, index)) for index in product(*(range(size) for size in batch))]
+
+
 def number(value: float | int | bool | str) -> str:
     """A number as a reader wants it: four digits that count.
 
@@ -80,7 +108,9 @@ def number(value: float | int | bool | str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value.detach().cpu().tolist() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu().tolist()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def altair():
@@ -90,3 +120,26 @@ def altair():
     except ImportError:
         raise ImportError("plot: needs altair. Install it with pip install 'heedful[report]'.") from None
     return found
+
+
+def by_query(shown: dict[str, Tensor], seeing: Tensor):
+    """Lines over the queries, one panel a quantity and one line a head; blanks where a query sees nothing."""
+    alt = altair()
+    *batch, n = seeing.shape
+    points = range(0, n, -(-n // DRAWN))
+    seen = seeing.reshape(-1, n).cpu().tolist()
+    rows = [
+        {"head": head or "0", "query": at, "quantity": name, "value": values[at] if here[at] else None}
+        for name, x in shown.items()
+        for head, values, here in zip(indices(tuple(batch)), x.reshape(-1, n).cpu().tolist(), seen, strict=True)
+        for at in points
+    ]
+    line = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line()
+        .encode(x="query:Q", y=alt.Y("value:Q", title=None), color=alt.Color("head:N", sort=None))
+        .properties(width=320, height=120)
+    )
+    return line.facet(facet=alt.Facet("quantity:N", sort=list(shown), title=None), columns=2).resolve_scale(
+        y="independent"
+    )

@@ -14,20 +14,22 @@ largest weight at −1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.measures.places import Places
+from heedful.measures.render import Measurement, by_query
 from heedful.operator import AttentionOperator
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor
+
+SHOWN_OFFSETS = 3  # columns of a printed table that offsets may take
 
 
-@dataclass(frozen=True)
-class RowStatistics:
-    """Numbers for each row; see `row_statistics`."""
+@dataclass(frozen=True, eq=False, repr=False)
+class RowStatistics(Measurement):
+    """Numbers for each row; see `row_statistics`. A table shows their means over the queries that see something."""
 
     total: Float[Tensor, "*b n"]
     mass: Float[Tensor, "*b n"]
@@ -53,8 +55,28 @@ class RowStatistics:
         """e^entropy: over how many keys a row spreads, 0 where it sees none."""
         return torch.where(self.mass > 0, self.entropy.exp(), 0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def columns(self) -> dict[str, Tensor]:
+        offsets = {
+            f"at {offset:+d}" if offset else "at 0": at for at, offset in enumerate(self.offsets[:SHOWN_OFFSETS])
+        }
+        shown = {
+            "entropy": self.entropy,
+            "largest": self.largest,
+            **{name: self.at_offset[..., at] for name, at in offsets.items()},
+            "first": self.first,
+        }
+        if self.inside is not None:
+            shown["inside"] = self.inside
+        seeing = self.mass > 0
+        return {name: over_rows(x, seeing) for name, x in shown.items()} | {"‖A‖": self.frobenius}
+
+    def caption(self) -> str:
+        return f"row statistics: means over {self.mass.shape[-1]} queries, masses as they are (not shares)"
+
+    def plot(self):
+        """Entropy, largest weight, masses on the first and last tokens by query, a line a head (needs altair)."""
+        shown = {"entropy": self.entropy, "largest": self.largest, "first": self.first, "last": self.last}
+        return by_query(shown, self.mass > 0)
 
 
 def row_statistics(
@@ -82,6 +104,19 @@ def row_statistics(
 
     Tokens are counted inside each segment. Of n queries and m keys the queries are the last ones.
     """
+    return statistics_into(op, None, offsets=offsets, first=first, last=last, window=window)
+
+
+def statistics_into(
+    op: AttentionOperator,
+    into: Float[Tensor, "*b n m"] | None,
+    *,
+    offsets: Sequence[int] = (-1, 0, 1),
+    first: int = 4,
+    last: int = 1,
+    window: int | tuple[int, int] | None = None,
+) -> RowStatistics:
+    """The same; the pass leaves the weights in `into`, zeros, where the matrix is wanted too."""
     check_operator(op)
     offsets = _check_offsets(offsets, op.shape[-1])
     check_count("first", first)
@@ -89,7 +124,7 @@ def row_statistics(
     band = None if window is None else _band(window)
     places = Places(op.layout)
     targets = torch.cat([places.at_offset(offsets), places.first(first), places.last(last)], -1)
-    sums = checked_sums(op, Request(targets, () if band is None else (band,)))
+    sums = checked_sums(op, Request(targets, () if band is None else (band,), into=into))
     at_offset, at_first, at_last = sums.at.abs().split([len(offsets), first, last], -1)
     return RowStatistics(
         total=sums.total,
@@ -106,6 +141,11 @@ def row_statistics(
         inside=None if band is None else sums.band_mass[..., 0],
         log_sum_exp=sums.lse,
     )
+
+
+def over_rows(x: Float[Tensor, "*b n"], seeing: Bool[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    """The mean over the queries that see something, NaN where none does."""
+    return torch.where(seeing, x, 0).double().sum(-1) / seeing.sum(-1)
 
 
 def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:

@@ -95,6 +95,10 @@ class Goal:
     def columns(self, profile: Profile) -> float:
         raise NotImplementedError
 
+    def hopeless(self, profile: Profile, most: int) -> bool:
+        """Whether the first values tell already that so many columns will not do: a guess, to save a glance."""
+        return False
+
     def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
         """In which heads the answer depends on values that the sketch has not found."""
         return torch.ones_like(profile.energy, dtype=torch.bool)
@@ -115,7 +119,7 @@ class TopValues(Goal):
         return profile.squares.shape[-1] >= self.k and bool((profile.errors[..., : self.k] <= self.within).all())
 
     def columns(self, profile: Profile) -> float:
-        return 4 * self.k
+        return 3 * self.k
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,12 @@ class RankInterval(Goal):
 
     def columns(self, profile: Profile) -> float:
         return 1.1 * float(profile.rank(self.tau)[1].max()) + BLOCK
+
+    def hopeless(self, profile: Profile, most: int) -> bool:
+        # The first half of the Ritz values have settled more or less, so those to come are hardly larger.
+        width = profile.squares.shape[-1]
+        reach = profile.squares.sum(-1) + (most - width) * profile.squares[..., width // 2]
+        return bool((reach < self.tau * profile.energy).any())
 
     def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
         return profile.rank(self.tau)[1] > 0.8 * profile.squares.shape[-1]
@@ -197,11 +207,11 @@ def measure(
 ) -> Profile:
     """Products with A and Aᵀ until the goals are reached, or the budget is spent; by the route that is cheapest."""
     _check(op, energy, budget, failure)
+    op = op.float() if op.dtype.itemsize < 4 else op  # rounding to 16 bits would drown the small singular values
     *batch, n, m = op.shape
-    small = min(n, m) <= EXACT
-    if isinstance(op, Tensor) or ((small or n * m <= FORMED) and prod(batch) * n * m <= HELD):
+    if isinstance(op, Tensor) or pays_to_form(op.shape):
         dense = op if isinstance(op, Tensor) else op.form()
-        if small:
+        if min(n, m) <= EXACT:
             return _exact(dense)
         heads = [_formed(head, goals, budget, failure, seed) for head in dense.reshape(-1, n, m)]
         return _stack(heads, tuple(batch))
@@ -211,9 +221,15 @@ def measure(
     return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, WIDE_BLOCK)
 
 
+def pays_to_form(shape: tuple[int, ...]) -> bool:
+    """Whether these heads are measured from their matrices: each small enough, and all of them together."""
+    *batch, n, m = shape
+    return (min(n, m) <= EXACT or n * m <= FORMED) and prod(batch) * n * m <= HELD
+
+
 def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
     """Σ_j A_ij² in float64: one streaming pass where the mechanism has one, else blocks of rows; O(n + m) memory."""
-    return op.row_sums(Request()).square.double()
+    return op.float().row_sums(Request()).square.double()
 
 
 def _check(op: AttentionOperator | Tensor, energy: Tensor | None, budget: int, failure: float) -> None:
@@ -222,11 +238,8 @@ def _check(op: AttentionOperator | Tensor, energy: Tensor | None, budget: int, f
             f"op: expected an AttentionOperator or a tensor (*batch, n, m), got {type(op).__name__}. Likely cause: a "
             "mechanism instead of mechanism.operator(q, k)."
         )
-    if op.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"op: {op.dtype}, expected float32 or float64: rounding to {op.dtype} would drown the small singular "
-            "values. Build the operator from q.float() and k.float()."
-        )
+    if not op.dtype.is_floating_point:
+        raise TypeError(f"op: {op.dtype}, expected real numbers. Likely cause: a mask; mask.float() has a spectrum.")
     if len(op.shape) < 2 or 0 in op.shape:
         raise ValueError(f"op: shape {tuple(op.shape)}, expected (*batch, n, m) with n, m ≥ 1: nothing to measure.")
     if budget < 1:
@@ -270,7 +283,7 @@ def _iterate(
     """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach."""
     least = max(goal.least for goal in goals)
     search = _Search(op, energy, budget, failure, seed, block, least)
-    most, check = search.sketch.most, 0.0
+    most, check = search.sketch.most, float(least)
     while True:
         search.sketch.grow()
         width = search.sketch.width
@@ -278,14 +291,16 @@ def _iterate(
             continue
         profile = search.profile()
         unmet = [goal for goal in goals if not goal.reached(profile)]
-        hopeful = [goal for goal in unmet if search.rest is None or goal.columns(profile) <= most]
+        hopeful = [goal for goal in unmet if not goal.hopeless(profile, most)]
+        if search.rest is not None:
+            hopeful = [goal for goal in hopeful if goal.columns(profile) <= most]
         if width >= min(FIRST, most) and search.stale and any(goal.glances for goal in hopeful):
             search.glance()
             profile = search.profile()
             unmet = [goal for goal in unmet if not goal.reached(profile)]
         if not unmet:
-            return replace(profile, stopped="narrow enough")
-        near = [goal.columns(profile) for goal in unmet if goal.columns(profile) <= most]
+            return search.finished(profile, "narrow enough")
+        near = [goal.columns(profile) for goal in unmet if goal in hopeful and goal.columns(profile) <= most]
         if not search.sketch.full and (near or width < min(FIRST, most)):
             # Solving costs as much as growing by then: do it when there may be something to see.
             check = max(width * 1.25, width + block, min([2.0 * width, *near]))
@@ -294,7 +309,7 @@ def _iterate(
             search.look(torch.stack([goal.beyond(profile) for goal in unmet if goal.looks]).any(0))
             profile = search.profile()
         unmet = [goal for goal in unmet if not goal.reached(profile)]
-        return replace(profile, stopped=unmet[0].otherwise if unmet else "narrow enough")
+        return search.finished(profile, unmet[0].otherwise if unmet else "narrow enough")
 
 
 class _Search:
@@ -361,7 +376,9 @@ class _Search:
 
     def profile(self) -> Profile:
         n, sketch = self.op.shape[-2], self.sketch
-        ritz = self.ritz = sketch.solve()
+        if self.ritz is None or self.ritz.squares.shape[-1] != sketch.width:
+            self.ritz = sketch.solve()
+        ritz = self.ritz
         residual = (self.energy - sketch.captured).clamp(min=0)
         norm = residual if self.norm is None else torch.minimum(self.norm, residual)
         lower = middle = linalg.floor(ritz.squares, residual, n)
@@ -370,7 +387,7 @@ class _Search:
             middle = linalg.filled(ritz.squares, count, self.energy, self.rest, n).cumsum(-1)
         return Profile(
             squares=ritz.squares,
-            ceilings=linalg.ceilings(ritz, norm),
+            ceilings=ritz.squares + norm[..., None],
             errors=_relative_errors(ritz),
             energy=self.energy,
             lower=lower,
@@ -381,6 +398,13 @@ class _Search:
             failure=0.0 if self.norm is None else self.failure,
             stopped="",
         )
+
+    def finished(self, profile: Profile, stopped: str) -> Profile:
+        """With the best ceilings of single values, which no goal needs on the way."""
+        assert self.ritz is not None
+        residual = (self.energy - self.sketch.captured).clamp(min=0)
+        norm = residual if self.norm is None else torch.minimum(self.norm, residual)
+        return replace(profile, ceilings=linalg.ceilings(self.ritz, norm), stopped=stopped)
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:

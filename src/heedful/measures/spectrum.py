@@ -69,7 +69,7 @@ class Spectrum(Measurement):
             "energy": self.energy,
             "left": self.residual / whole,
             "stable rank": self.energy / self.values[..., 0].square().clamp(min=torch.finfo(torch.float64).tiny),
-            "effective rank (.9)": self.profile.rank(0.9)[1],
+            "rank (.9)": self.profile.rank(0.9)[1],
             "products": self.products,
         }
 
@@ -162,7 +162,7 @@ def svdvals(op: AttentionOperator | Tensor) -> Float[Tensor, "*b s"]:
             f"op: {tuple(op.shape)} has {entries:.2g} entries, expected {HELD // 4:.2g} at most: all singular values "
             "take the matrix itself. The first k are spectrum(op, k)."
         )
-    dense = op if isinstance(op, Tensor) else op.to_dense()
+    dense = op if isinstance(op, Tensor) else op.float().to_dense()
     return torch.linalg.svdvals(dense.double())
 
 
@@ -351,6 +351,7 @@ def row_correlation(op: AttentionOperator | Tensor) -> Float[Tensor, "*b"]:
     >>> round(float(row_correlation(torch.ones(3, 5))), 6), float(row_correlation(torch.eye(3)))
     (1.0, 0.0)
     """
+    op = op.float() if op.dtype.itemsize < 4 else op
     norms = (op.double().square().sum(-1) if isinstance(op, Tensor) else squared_row_norms(op)).sqrt()
     some = norms > 0
     inverse = torch.where(some, 1 / norms, 0)

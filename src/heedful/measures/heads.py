@@ -1,0 +1,71 @@
+"""Everything that a scan wants to know of a head, in one go.
+
+Row statistics and spectrum both need the weights. Where A is formed, which pays up to a few thousand tokens, one pass
+over its tiles gives the sums of the rows and leaves the matrix for the products; beyond, the same pass gives the
+energy, and A is never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from heedful.measures.render import Measurement
+from heedful.measures.rows import RowStatistics, check_operator, over_rows, statistics_into
+from heedful.measures.search import BUDGET, pays_to_form
+from heedful.measures.spectrum import Spectrum, spectrum
+from heedful.operator import AttentionOperator
+from heedful.shapes import Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadMeasures(Measurement):
+    """The rows and the singular values of each head; see `head_measures`."""
+
+    rows: RowStatistics
+    spectrum: Spectrum
+
+    def columns(self) -> dict[str, Tensor]:
+        seeing = self.rows.mass > 0
+        found = self.spectrum.columns()
+        return {
+            "entropy": over_rows(self.rows.entropy, seeing),
+            "largest": over_rows(self.rows.largest, seeing),
+            "first": over_rows(self.rows.first, seeing),
+            **{name: found[name] for name in ("σ₁", "energy", "stable rank", "rank (.9)", "products")},
+        }
+
+    def caption(self) -> str:
+        return f"{self.rows.mass.shape[-1]} queries; {self.spectrum.caption()}"
+
+    def to_dict(self):
+        return {"rows": self.rows.to_dict(), "spectrum": self.spectrum.to_dict()}
+
+    def plot(self):
+        """The singular values above the rows (needs altair)."""
+        return self.spectrum.plot() & self.rows.plot()
+
+
+def head_measures(
+    op: AttentionOperator, k: int = 32, *, tau: float | Sequence[float] = 0.9, budget: int = BUDGET, seed: int = 0
+) -> HeadMeasures:
+    """Row statistics, the first k singular values, and effective ranks at tau, for less than one after the other.
+
+    >>> import heedful as h
+    >>> q, k = torch.randn(2, 3, 600, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    >>> found = h.head_measures(h.Softmax(h.Causal()).operator(q, k))
+    >>> found.rows.entropy.shape, found.spectrum.values.shape
+    (torch.Size([3, 600]), torch.Size([3, 32]))
+    >>> h.effective_rank(found.spectrum, 0.9).estimate.shape
+    torch.Size([3])
+    """
+    check_operator(op)
+    op = op.float()
+    if not pays_to_form(op.shape) or 0 in op.shape:
+        rows = statistics_into(op, None)
+        return HeadMeasures(rows, spectrum(op, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed))
+    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device)
+    rows = statistics_into(op, dense)
+    return HeadMeasures(rows, spectrum(dense, k, tau=tau, budget=budget, seed=seed))
