@@ -414,7 +414,7 @@ class _TrimmedAdjoint:
 
 def _trim(dense: Tensor, start: int, stop: int) -> tuple[slice, slice, Tensor]:
     slab = dense[start:stop]
-    used = slab.any(0).nonzero()
+    used = slab.abs().sum(0).nonzero()  # any(0) takes three times as long
     cols = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
     return slice(start, stop), cols, slab[:, cols].contiguous()
 

@@ -63,9 +63,8 @@ def head_measures(
     """
     check_operator(op)
     op = op.float()
-    if not pays_to_form(op.shape) or 0 in op.shape:
-        rows = statistics_into(op, None)
-        return HeadMeasures(rows, spectrum(op, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed))
-    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device)
+    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device) if pays_to_form(op.shape) else None
     rows = statistics_into(op, dense)
-    return HeadMeasures(rows, spectrum(dense, k, tau=tau, budget=budget, seed=seed))
+    energy = rows.frobenius.square()
+    found = spectrum(op if dense is None else dense, k, tau=tau, energy=energy, budget=budget, seed=seed)
+    return HeadMeasures(rows, found)

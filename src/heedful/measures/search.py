@@ -32,7 +32,7 @@ BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer prod
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
 FIRST = 64  # columns before the rest is probed
 PROBES = 16
-GLANCE, STEPS = 5, 12  # steps of a probe: enough to bound a norm, enough to tell a distribution
+GLANCE, STEPS = 5, 10  # steps of a probe: enough to bound a norm, enough to tell a distribution
 SETTLED = 0.3  # a Ritz vector whose residual is less than this share of its θ² is taken out before the rest is told
 BUDGET = 1024
 ROUNDING = 64  # relative error of an energy, in units of the dtype's epsilon
@@ -213,7 +213,9 @@ def measure(
         dense = op if isinstance(op, Tensor) else op.form()
         if min(n, m) <= EXACT:
             return _exact(dense)
-        heads = [_formed(head, goals, budget, failure, seed) for head in dense.reshape(-1, n, m)]
+        dense = dense.reshape(-1, n, m)
+        known = [None] * len(dense) if energy is None else energy.double().expand(batch).reshape(-1)
+        heads = [_formed(head, own, goals, budget, failure, seed) for head, own in zip(dense, known, strict=True)]
         return _stack(heads, tuple(batch))
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
@@ -269,8 +271,12 @@ def _exact(dense: Float[Tensor, "*b n m"]) -> Profile:
     return Profile(squares, squares, torch.zeros_like(squares), energy, sums, sums, sums, slack, none, 0.0, "exact")
 
 
-def _formed(head: Float[Tensor, "n m"], goals: Sequence[Goal], budget: int, failure: float, seed: int) -> Profile:
-    energy = _finite(torch.linalg.vector_norm(head, dim=-1).double().square().sum())
+def _formed(
+    head: Float[Tensor, "n m"], energy: Tensor | None, goals: Sequence[Goal], budget: int, failure: float, seed: int
+) -> Profile:
+    if energy is None:
+        energy = torch.linalg.vector_norm(head, dim=-1).double().square().sum()
+    energy = _finite(energy)
     if head.shape[-2] > head.shape[-1]:
         head = head.mT
     op: linalg.Linear = linalg.Trimmed(head) if head.device.type == "cpu" else head
