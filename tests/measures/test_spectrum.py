@@ -107,7 +107,7 @@ def test_a_larger_budget_gives_a_narrower_interval(route):
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] <= 1
     if route != "exact":
-        assert widths[0] > 10 and h.effective_rank(op, 0.9, within=0, budget=64).stopped == "budget spent"
+        assert widths[0] > 10 and h.effective_rank(op, 0.9, within=0, budget=64).stopped == "beyond the budget"
 
 
 def test_without_probability_the_interval_is_wider_but_holds(route):

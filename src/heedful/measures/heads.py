@@ -34,7 +34,7 @@ class HeadMeasures(Measurement):
             "entropy": over_rows(self.rows.entropy, seeing),
             "largest": over_rows(self.rows.largest, seeing),
             "first": over_rows(self.rows.first, seeing),
-            **{name: found[name] for name in ("σ₁", "energy", "stable rank", "rank (.9)", "products")},
+            **{name: found[name] for name in ("σ₁", "energy", "stable rank", "rank (.9)")},
         }
 
     def caption(self) -> str:

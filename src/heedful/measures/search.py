@@ -87,7 +87,7 @@ class Goal:
     glances = False
     looks = False
     least = 1  # columns without which there is no answer at all
-    otherwise = "budget spent"  # what to say where it is not reached
+    otherwise = "beyond the budget"  # what to say where it is not reached
 
     def reached(self, profile: Profile) -> bool:
         raise NotImplementedError
@@ -205,7 +205,7 @@ def measure(
     failure: float = 1e-9,
     seed: int = 0,
 ) -> Profile:
-    """Products with A and Aᵀ until the goals are reached, or the budget is spent; by the route that is cheapest."""
+    """Products with A and Aᵀ until the goals are reached or the budget will not do; by the route that is cheapest."""
     _check(op, energy, budget, failure)
     op = op.float() if op.dtype.itemsize < 4 else op  # rounding to 16 bits would drown the small singular values
     *batch, n, m = op.shape

@@ -224,7 +224,7 @@ def effective_rank(
     >>> int(found.estimate), int(found.lower), int(found.upper)
     (7, 7, 7)
 
-    It stops when upper − lower ≤ within · estimate, or when the budget of products is spent: `stopped` says which.
+    It stops when upper − lower ≤ within · estimate, or when the budget of products will not do: `stopped` says which.
     """
     profile = _profile(op, RankInterval(_check_tau(tau), within), energy, budget, failure, seed)
     low, guess, high = profile.rank(tau)
