@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,20 @@ def test_16_bits_are_raised_to_float32(name, dtype):
     assert torch.equal(h.measures.row_correlation(op), h.measures.row_correlation(wide))
     assert torch.equal(h.head_measures(op, 8).rows.entropy, h.row_statistics(wide).entropy)
     assert h.spectrum(op.float().to_dense().to(dtype), 8).values.dtype == torch.float64
+
+
+class LeavesNothing(h.Softmax):
+    """A mechanism whose own way to the sums knows nothing of the matrix."""
+
+    def row_sums(self, q, k, request, *, segments=None):
+        return super().row_sums(q, k, replace(request, into=None), segments=segments)
+
+
+def test_a_pass_that_leaves_no_matrix_is_noticed():
+    q, k = inputs(2)
+    found, expected = (h.head_measures(kind(h.Causal()).operator(q, k), 8) for kind in (LeavesNothing, h.Softmax))
+    torch.testing.assert_close(found.spectrum.values, expected.spectrum.values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.rows.entropy, expected.rows.entropy)
 
 
 def by_hand(dtype):

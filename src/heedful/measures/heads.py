@@ -17,7 +17,7 @@ from heedful.measures.rows import RowStatistics, check_operator, over_rows, stat
 from heedful.measures.search import BUDGET, pays_to_form
 from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
-from heedful.shapes import Tensor
+from heedful.shapes import Float, Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +65,14 @@ def head_measures(
     op = op.float()
     dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device) if pays_to_form(op.shape) else None
     rows = statistics_into(op, dense)
+    if dense is not None and not _was_left(dense, rows):
+        dense = op.form()  # a mechanism whose own row_sums leaves no matrix
     energy = rows.frobenius.square()
     found = spectrum(op if dense is None else dense, k, tau=tau, energy=energy, budget=budget, seed=seed)
     return HeadMeasures(rows, found)
+
+
+def _was_left(dense: Float[Tensor, "*b n m"], rows: RowStatistics) -> bool:
+    """Whether the matrix has each row's largest weight where the row says it is."""
+    at = dense.gather(-1, rows.where.clamp(min=0)[..., None])[..., 0].abs()
+    return torch.allclose(at, rows.largest.to(at.dtype))
