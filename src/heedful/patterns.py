@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -298,7 +298,7 @@ class RandomBlocks(Pattern):
         return _clip([(block * self.size, (block + 1) * self.size) for block in seen.tolist()], m)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tree(Pattern):
     """A query sees the keys within `radius` edges of it in the tree given by `parents` (-1 at a root, -2: no token).
 
@@ -306,8 +306,12 @@ class Tree(Pattern):
     forest, whose trees do not see each other: `forest` packs the trees of a batch into one.
     """
 
-    parents: tuple[int, ...] = field(repr=False)
+    parents: tuple[int, ...]
     radius: int
+
+    def __repr__(self) -> str:
+        parents = self.parents if len(self.parents) <= 32 else f"({len(self.parents)} parents)"
+        return f"Tree(parents={parents}, radius={self.radius})"
 
     def __post_init__(self):
         parents = tuple(int(parent) for parent in self.parents)

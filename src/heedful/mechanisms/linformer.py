@@ -133,7 +133,7 @@ class Linformer(Mechanism):
         m = k.shape[-2]
         self._check_length(m)
         with as_given(q):
-            keys, values = (P[..., :m].to(q.dtype) @ x for P, x in ((E, k), (F, v)))
+            keys, values = (_mixed(P[..., :m].to(q.dtype), x) for P, x in ((E, k), (F, v)))
         return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def products(self, q, k, *, segments=None):
@@ -189,6 +189,16 @@ class Linformer(Mechanism):
         parts += ["shared"] * self.shared + [f"heads={self.heads}"] * (self.heads > 1)
         parts += [] if self.scale is None else [f"scale={self.scale}"]
         return ", ".join(parts)
+
+
+def _mixed(P: Float[Tensor, "*#h r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*c r w"]:
+    """P x. Heads that share P and lie beside each other in memory, as a layer leaves them, make one product.
+
+    Its gradient in P is then one product too, not one for each head and their sum, heads times as large as P.
+    """
+    if P.ndim > 2 or x.ndim < 3 or x.stride(-3) != x.shape[-1] or x.stride(-1) != 1:
+        return P @ x
+    return (P @ x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
 
 def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
