@@ -187,7 +187,8 @@ class Featured(RecurrentMechanism):
             segments = ids.expand(*rows, m).reshape(size[0], m)
         decay = self.log_decay()
         if decay is not None:
-            decay = decay.expand(batch).reshape(*size, 1).expand(*size, max(n, m))
+            own = shared and batch  # rows of the kernel's batch share one decay a head
+            decay = decay.expand(heads) if own else decay.expand(batch).reshape(*size, 1).expand(*size, max(n, m))
         options = {
             "feature": name,
             "normalise": self.normalise,

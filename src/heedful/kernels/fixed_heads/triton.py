@@ -20,11 +20,13 @@ from torch import Tensor
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.fixed_heads import reference
 from heedful.kernels.fixed_heads.reference import KINDS
+from heedful.kernels.launching import INTERPRETED, launch
 
-INTERPRETED = triton.knobs.runtime.interpret
 BLOCK = 128  # tokens a program holds at once
 SPANS = 256  # sums that a program may have to add up
 LONGEST = 1 << 24  # (c + 1)³ and W stay far inside float32
+WARPS = {"num_warps": 4}
+READY: dict = {}
 CURRENT, PREVIOUS, NEXT, LEFT, RIGHT, START, END, LAST, EARLIER = map(tl.constexpr, range(9))
 
 
@@ -92,10 +94,13 @@ def _launch(x: Tensor, codes: Tensor, n: int, m: int, transposed: bool) -> Tenso
     sums = torch.empty(B, H, spans, e, dtype=torch.float32, device=x.device)
     grid = (spans, B * H, triton.cdiv(e, E))
     shape = (n, m, e, span, spans, H, *x.stride()[:3])
-    constants = dict(TRANSPOSED=transposed, BLOCK=BLOCK, E=E, num_warps=4)
+    constants = dict(TRANSPOSED=transposed, BLOCK=BLOCK, E=E)
+    key = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, n, m, transposed)
+    if len(READY) >= 1024:
+        READY.clear()
     with on_device(x):
-        _sums[grid](x, sums, codes, *shape, **constants)
-        _rows[grid](x, sums, out, codes, *shape, **constants)
+        launch(READY, ("sums", *key), (x, sums, codes), lambda: (_sums, grid, shape, constants, WARPS))
+        launch(READY, ("rows", *key), (x, sums, out, codes), lambda: (_rows, grid, shape, constants, WARPS))
     return out
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from heedful.kernels.chunked_linear.reference import LEAST
 from heedful.kernels.dispatch import on_device
+from heedful.kernels.launching import INTERPRETED, launch
 from heedful.kernels.linear_step import reference
 
-INTERPRETED = triton.knobs.runtime.interpret
+READY: dict = {}
 TINY = tl.constexpr(LEAST[torch.float32])
 
 
@@ -70,11 +71,19 @@ def linear_step(
         None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (z, log_scale)
     )
     R, E = (min(64, max(16, triton.next_power_of_2(x))) for x in (r, e))
+    given = (q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new)
+    pointers = tuple(S if x is None else x for x in given)  # where there is none, one that is not looked at
+    constants = dict(FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E)
+    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
+    if len(READY) >= 1024:
+        READY.clear()
     with on_device(q):
-        _step[(rows, triton.cdiv(e, E))](
-            q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new, r, e,
-            FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E, num_warps=4,
-        )  # fmt: skip
+        launch(
+            READY,
+            (kinds, q.device, rows, r, e, *constants.values()),
+            pointers,
+            lambda: (_step, (rows, triton.cdiv(e, E)), (r, e), constants, {"num_warps": 4}),
+        )
     return (
         out.reshape(*batch, 1, e),
         S_new.reshape(*batch, r, e),
