@@ -25,7 +25,7 @@ from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.operator import AttentionOperator
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -44,7 +44,7 @@ class Dims:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Dims:
-        batch = prod(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+        batch = prod(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
         return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size())
 
     @property
@@ -120,7 +120,7 @@ class Mechanism(nn.Module, ABC):
         """x ↦ A x and y ↦ Aᵀ y. Override where the adjoint has a cheaper form than a gradient in v."""
 
         def adjoint(y: Tensor) -> Tensor:
-            batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
+            batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
             with torch.enable_grad(), as_given(q):
                 v = y.new_zeros(*batch, k.shape[-2], y.shape[-1], requires_grad=True)
                 out = self(q.detach(), k.detach(), v, segments=segments)
@@ -131,7 +131,7 @@ class Mechanism(nn.Module, ABC):
     def row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
         """Sums over the rows of A. Override where rows come cheaper than by the adjoint on unit vectors."""
         n, m = q.shape[-2], k.shape[-2]
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         _, adjoint = self.products(q, k, segments=segments)
 
         def rows(part: slice) -> Tensor:
@@ -156,7 +156,7 @@ class Mechanism(nn.Module, ABC):
         """A(q, k) as a linear operator that is never formed."""
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         apply, adjoint = self.products(q, k, segments=segments)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         return AttentionOperator(
             (*batch, q.shape[-2], k.shape[-2]),
             q.dtype,
@@ -289,7 +289,7 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 def _check_batch(named: dict[str, Tensor]) -> None:
     try:
-        torch.broadcast_shapes(*(x.shape[:-2] for x in named.values()))
+        broadcast_shapes(*(x.shape[:-2] for x in named.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {_shape(x)}" for name, x in named.items())
         raise ValueError(
@@ -310,7 +310,7 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
                 "keys) where the queries are not the last of the keys."
             )
         wanted = [("segments", segments, m)]
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
     for name, ids, length in wanted:
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
             given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -324,7 +324,7 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
                 "a cache, segments must cover the cached keys too."
             )
         try:
-            fits = torch.broadcast_shapes(ids.shape[:-1], batch) == batch
+            fits = broadcast_shapes(ids.shape[:-1], batch) == batch
         except RuntimeError:
             fits = False
         if not fits:

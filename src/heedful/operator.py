@@ -10,7 +10,7 @@ import torch
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.segments import Layout, resolve
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
 
 @final
@@ -65,7 +65,7 @@ class AttentionOperator:
         if x.dtype != self.dtype:
             raise TypeError(f"x: dtype {x.dtype}, expected {self.dtype} like q and k.")
         try:
-            batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+            batch = broadcast_shapes(self.shape[:-2], x.shape[:-2])
         except RuntimeError:
             raise ValueError(
                 f"x: batch axes {tuple(x.shape[:-2])}, expected {self.shape[:-2]} or fewer: A is {self.shape}."

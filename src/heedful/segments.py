@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from heedful.patterns import Pattern
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 Segments = Tensor | tuple[Tensor, Tensor]
 
@@ -113,7 +113,7 @@ def in_last(ids: Int[Tensor, "*b n"]) -> Bool[Tensor, "*b n"]:
 
 def take_tokens(x: Float[Tensor, "*#b n w"], order: Int[Tensor, "*#b l"]) -> Float[Tensor, "*b l w"]:
     """The tokens of x in an order that each row of the batch has for itself."""
-    batch = torch.broadcast_shapes(x.shape[:-2], order.shape[:-1])
+    batch = broadcast_shapes(x.shape[:-2], order.shape[:-1])
     return x.expand(*batch, *x.shape[-2:]).gather(-2, order[..., None].expand(*batch, -1, x.shape[-1]))
 
 
@@ -133,7 +133,7 @@ def resolve(segments: Segments | None, n: int, m: int, device: torch.device | No
 
 def _count(ids: Tensor, among: Tensor) -> Tensor:
     """How often each id occurs in `among`."""
-    shape = torch.broadcast_shapes(ids.shape[:-1], among.shape[:-1])
+    shape = broadcast_shapes(ids.shape[:-1], among.shape[:-1])
     ids = ids.expand(*shape, -1).contiguous()
     among = among.expand(*shape, -1).sort(-1).values.contiguous()
     return torch.searchsorted(among, ids, right=True) - torch.searchsorted(among, ids)
@@ -155,7 +155,7 @@ def per_segment(
     segments: Segments,
 ) -> Float[Tensor, "*b n e"]:
     """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
     out = q.new_zeros(*batch, q.shape[-2], v.shape[-1])
@@ -171,7 +171,7 @@ def per_segment(
 
 def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ...], Tensor, Tensor]]:
     """Every distinct row of ids, with the index of the batch entries that share it."""
-    lead = torch.broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
+    lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
     query_ids = layout.query_ids.expand(*lead, -1)
     key_ids = layout.key_ids.expand(*lead, -1)
     whole = (slice(None),) * (axes - len(lead))

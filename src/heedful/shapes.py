@@ -1,4 +1,4 @@
-"""Shape annotations: jaxtyping's where it is installed, plain tensors where it is not.
+"""Shapes. Their annotations are jaxtyping's where it is installed, plain tensors where it is not.
 
 The core runs with torch alone; the annotations are for readers, for the type checker, and for the tests,
 which enforce them at run time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -23,4 +24,11 @@ else:
 
         Bool = Float = Int = _AnyShape
 
-__all__ = ["Bool", "Float", "Int", "Tensor"]
+__all__ = ["Bool", "Float", "Int", "Tensor", "broadcast_shapes"]
+
+
+def broadcast_shapes(first: tuple[int, ...], *others: tuple[int, ...]) -> torch.Size:
+    """torch's, which takes 50 µs in Python, more than a launch; equal shapes, the usual case, take none of it."""
+    if all(other == first for other in others):
+        return torch.Size(first)
+    return torch.broadcast_shapes(first, *others)

@@ -295,7 +295,7 @@ def gpu_table(rows: list[Row]) -> str:
         own = [row for row in rows if (row["work"], row["size"]) == work]
         for name in dict.fromkeys(row["contender"] for row in own):
             body.append(_line(name, {row["pass"]: row for row in own if row["contender"] == name}))
-    text = columns(body, "<>>>>>")
+    text = columns(body, "<>>>>>", " ")
     for at, title in sorted(marks, reverse=True):
         text[at:at] = [title]
     problems = [f"{row['contender']}, {row['work']}: {row['problem']}" for row in rows if row["problem"]]

@@ -170,6 +170,8 @@ def _builder(entry: Entry, setting: Setting) -> Callable[[int], Mechanism]:
 def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which: str, pace: Pace) -> Row:
     contender = DENSE_WAYS.get(name)
     work = contender.make(setting, n) if contender else Work(mechanism, setting.draw(n))
+    if setting.device == "cuda":
+        work.call(which)()  # compiles, which is no sample
     found = race({name: work.call(which)}, setting.now, pace)[name]
     said = cost(mechanism, setting, n)
     return {

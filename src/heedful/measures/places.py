@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from heedful.segments import Layout
-from heedful.shapes import Int, Tensor
+from heedful.shapes import Int, Tensor, broadcast_shapes
 
 
 class Places:
@@ -22,7 +22,7 @@ class Places:
     """
 
     def __init__(self, layout: Layout):
-        lead = torch.broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
+        lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
         query_ids, keys = (x.expand(*lead, -1).contiguous() for x in (layout.query_ids, layout.key_ids))
         ids, order = keys.sort(dim=-1, stable=True)
         begin, end = torch.searchsorted(ids, query_ids), torch.searchsorted(ids, query_ids, right=True)
@@ -60,7 +60,7 @@ class Places:
         >>> Places(resolve(None, 5, 5)).after_previous(torch.tensor([7, 8, 9, 7, 8])).flatten()
         tensor([-1, -1, -1,  1,  2])
         """
-        lead = torch.broadcast_shapes(tokens.shape[:-1], self._order.shape[:-1])
+        lead = broadcast_shapes(tokens.shape[:-1], self._order.shape[:-1])
         order, ids = (x.expand(*lead, -1) for x in (self._order, self._ids))
         words, by_word = tokens.expand(*lead, -1).gather(-1, order).sort(dim=-1, stable=True)
         ids, by_segment = ids.gather(-1, by_word).sort(dim=-1, stable=True)

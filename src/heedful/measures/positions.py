@@ -37,7 +37,7 @@ from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
 from heedful.operator import AttentionOperator
 from heedful.segments import Layout
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
 FIXED = ("current", "previous", "next", "left", "right", "start", "end", "last", "uniform")
 LEVELS = ((*FIXED, "sink", "induction"), ("band",), ("window",), ("stripes",))
@@ -185,7 +185,7 @@ class _Head:
         }
         if tokens is not None:
             groups["induction"] = places.after_previous(tokens)
-        lead = torch.broadcast_shapes(*(x.shape[:-1] for x in groups.values()))
+        lead = broadcast_shapes(*(x.shape[:-1] for x in groups.values()))
         self.targets = {name: x.expand(*lead, -1) for name, x in groups.items()}
         bands = ((None, -2), (2, None), (-1, 1), (-width, width))  # the first three are the whole row
         request = Request(torch.cat(list(self.targets.values()), -1), bands, _cubes(op.layout))
@@ -349,7 +349,7 @@ def _check_tokens(tokens: Tensor, op: AttentionOperator) -> None:
         raise TypeError(f"tokens: expected an integer tensor (*batch, m) of token ids, got {given}.")
     *batch, n, m = op.shape
     try:
-        fits = torch.broadcast_shapes(tokens.shape[:-1], batch) == torch.Size(batch)
+        fits = broadcast_shapes(tokens.shape[:-1], tuple(batch)) == torch.Size(batch)
     except RuntimeError:
         fits = False
     if not fits or tokens.shape[-1] != m:

@@ -25,7 +25,7 @@ from heedful.kernels.linear_step import linear_step
 from heedful.kernels.random_features import random_features
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
 
 class Running(NamedTuple):
@@ -97,7 +97,7 @@ class Featured(RecurrentMechanism):
             refused, inputs, options = self._fused(q, k, v, segments)
             if not refused:
                 out = random_features(*inputs, **options)
-                return out.reshape(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
+                return out.reshape(*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
         return self._run(q, k, v, segments)[0]
 
     def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
@@ -118,7 +118,7 @@ class Featured(RecurrentMechanism):
             return [f"the logarithms of {type(self.feature_map).__name__} are not linear in a token."], [], {}
         if logs.query_weight.shape[-2] != k.shape[-1]:
             return [f"the projection is {logs.query_weight.shape[-2]} wide, k {k.shape[-1]}."], [], {}
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         heads = batch[-1] if batch else 1
         # heads that share their keys share them in the kernel too
         shared = heads > 1 and len(logs.query_weight) == 1 and all(x.ndim < 3 or x.shape[-3] == 1 for x in (k, v))
@@ -149,7 +149,7 @@ class Featured(RecurrentMechanism):
     def _run(self, q, k, v, segments: Tensor | None) -> tuple[Tensor, LinearState]:
         """Output, and the state as the kernel has it."""
         n, m = q.shape[-2], k.shape[-2]
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         if n < m:  # the queries follow a cache: give the cached tokens queries too, and drop their rows
             q = torch.cat([q.new_zeros(*q.shape[:-2], m - n, q.shape[-1]), q], -2)
         back = None
@@ -169,7 +169,7 @@ class Featured(RecurrentMechanism):
     def _kernel_inputs(self, q, k, v, segments: Tensor | None) -> tuple[list[Tensor], dict[str, Any]]:
         """The kernel takes (batch, heads, tokens, width) and (batch, tokens), segments in runs, n = m or Full."""
         n, m = q.shape[-2], k.shape[-2]
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q), self.feature_map.log_key(k)
         elif self.feature_map.kernel_name is not None:
@@ -199,7 +199,7 @@ class Featured(RecurrentMechanism):
         return [x.expand(*batch, *x.shape[-2:]).reshape(*size, *x.shape[-2:]) for x in (q, k, v)], options
 
     def init_state(self, q, k, v) -> Running:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         wide = _state_dtype(q.dtype)
         r = self.feature_map.dim(q.shape[-1])
         logs = isinstance(self.feature_map, LogFeatureMap)

@@ -32,7 +32,7 @@ from heedful.kernels.prefix import weighted_prefix_mean
 from heedful.kernels.prefix.reference import BLOCK, weighted_mean
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Layout, Segments, in_last, resolve
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
 
@@ -129,7 +129,7 @@ class FixedPattern(Mechanism):
         weights = torch.where(sees, weights, 0)
         total = weights.sum(-1, keepdim=True)
         weights = (weights / total.masked_fill(total == 0, 1)).to(q.dtype)
-        return weights.expand(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+        return weights.expand(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
 
     def reads_qk(self, heads):
         return (False,) * heads
@@ -137,7 +137,7 @@ class FixedPattern(Mechanism):
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]
-        shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
+        shape = (*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
         if 0 in shape or m == 0:
             rows = v.new_zeros(shape)
         elif segments is None and self.kernel_kind is not None:
@@ -199,9 +199,9 @@ class FixedPattern(Mechanism):
             raise TypeError(
                 "words: set on a mechanism that streams, expected as an argument: FixedPattern(…, words=…)."
             )
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         try:
-            fits = torch.broadcast_shapes(self.words.shape[:-1], batch) == batch
+            fits = broadcast_shapes(self.words.shape[:-1], batch) == batch
         except RuntimeError:
             fits = False
         if not fits or self.words.shape[-1] != k.shape[-2]:
@@ -235,7 +235,7 @@ class FixedPattern(Mechanism):
 
 def heads_together(patterns: Sequence[FixedPattern], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One pattern for each head, none with words, no segments: what the mechanisms give one by one, in one call."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     n, v = q.shape[-2], v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return v.new_zeros(*batch, n, v.shape[-1])
@@ -305,8 +305,8 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
                 raise ValueError(f"{name}: {x.shape[-2]} tokens, expected 1: step takes one at a time; see prefill.")
         if v.shape[-1] != state.values.shape[-1]:
             raise ValueError(f"v: width {v.shape[-1]}, expected {state.values.shape[-1]} like the state's values.")
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], state.values.shape[:-2])
-        own = torch.broadcast_shapes(v.shape[:-2], state.values.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], state.values.shape[:-2])
+        own = broadcast_shapes(v.shape[:-2], state.values.shape[:-2])
         v, values = (x.expand(*own, *x.shape[-2:]) for x in (v, state.values))
         t = state.length[..., None, None]
         out, mean = v, state.mean
@@ -372,7 +372,7 @@ def _places(
 def _in_order(layout: Layout, words: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Keys sorted by segment: their order, ids and words; with ids and positions of the queries, all of one batch."""
     given = (layout.query_ids, layout.key_ids) if words is None else (layout.query_ids, layout.key_ids, words)
-    lead = torch.broadcast_shapes(*(x.shape[:-1] for x in given))
+    lead = broadcast_shapes(*(x.shape[:-1] for x in given))
     keys = layout.key_ids.expand(*lead, -1)
     order = keys.argsort(dim=-1, stable=True)
     words = None if words is None else words.expand(*lead, -1).gather(-1, order)
@@ -399,6 +399,6 @@ def _take(x: Float[Tensor, "*#b m e"], index: Int[Tensor, "*s n"]) -> Float[Tens
     """x[…, index, :], for an index of its own in each row of the batch."""
     if index.ndim == 1:
         return x.index_select(-2, index)
-    batch = torch.broadcast_shapes(x.shape[:-2], index.shape[:-1])
+    batch = broadcast_shapes(x.shape[:-2], index.shape[:-1])
     index = index[..., None].expand(*batch, index.shape[-1], x.shape[-1])
     return x.expand(*batch, *x.shape[-2:]).gather(-2, index)

@@ -26,7 +26,7 @@ from heedful.kernels.gated_linear.reference import CHUNK
 from heedful.mechanisms.featured import Featured
 from heedful.patterns import Causal
 from heedful.segments import resolve, visible
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 GATES = ("channel", "head")
 
@@ -137,7 +137,7 @@ class GatedLinear(Featured):
 
     def _kernel_inputs(self, q, k, v, segments):
         inputs, options = super()._kernel_inputs(q, k, v, segments)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         g = self.log_gates(k)
         g = g.expand(*batch, *g.shape[-2:]).reshape(*inputs[0].shape[:2], *g.shape[-2:])
         del options["causal"]
@@ -163,7 +163,7 @@ class GatedLinear(Featured):
                 f"k: width {k.shape[-1]} {tuple(k.shape)}, expected d = {self.d}, for which the gate was built. Likely "
                 "cause: the mechanism was built for another layer."
             )
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(
                 f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "

@@ -22,7 +22,7 @@ from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, differ_by_head, of_head, per_segment, resolve, take_tokens
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 PROJECTIONS = ("learned", "pooled", "random")
 
@@ -96,7 +96,7 @@ class Linformer(Mechanism):
         self._check_length(m if segments is None else int(real.max()) + 1 if len(real) else 0)
         at = layout.key_positions.clamp(max=self.length - 1)  # only padding lies beyond
         E, F = (take_tokens(P.to(q.dtype).mT, at).mT for P in self._projections())  # (*b, r, m): the column of each key
-        A = q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+        A = q.new_zeros(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
         for segment in layout.key_ids[layout.key_ids >= 0].unique().tolist():
             own = (layout.key_ids == segment)[..., None]
             here = (layout.query_ids == segment)[..., None]
@@ -112,7 +112,7 @@ class Linformer(Mechanism):
             return self._attend(E, F, q, k, v)
         if self.heads == 1 or not differ_by_head(segments):
             return per_segment(partial(self._attend, E, F), q, k, v, segments)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         rows = []
         for head in range(self.heads):
@@ -159,7 +159,7 @@ class Linformer(Mechanism):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(
                 f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "

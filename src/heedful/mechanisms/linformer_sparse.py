@@ -23,6 +23,7 @@ from heedful.kernels.partial import join, partial_softmax
 from heedful.mechanisms.linformer import Linformer
 from heedful.patterns import Full, Pattern, Window
 from heedful.segments import resolve, take_tokens
+from heedful.shapes import broadcast_shapes
 
 
 class LinformerSparse(Linformer):
@@ -68,7 +69,7 @@ class LinformerSparse(Linformer):
         at = layout.key_positions.clamp(max=self.length - 1)  # only padding lies beyond
         E, F = (take_tokens(P.to(q.dtype).mT, at).mT for P in self._projections())  # (*b, r, m): the column of each key
         distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
-        A = q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+        A = q.new_zeros(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
         for segment in layout.key_ids[layout.key_ids >= 0].unique().tolist():
             own = (layout.key_ids == segment)[..., None]
             here = (layout.query_ids == segment)[..., None]

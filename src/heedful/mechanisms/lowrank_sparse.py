@@ -33,7 +33,7 @@ from heedful.mechanisms.featured import _log_products, _state_dtype
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features.maps import RandomFeatures
 from heedful.segments import in_last, per_segment, positions, resolve, take_tokens, visible
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
 """The output of a part, and the logarithm of its normaliser."""
@@ -172,7 +172,7 @@ class LowRankSparse(RecurrentMechanism):
 
     def _empty(self, k: Tensor, v: Tensor, length: Tensor) -> Queue:
         """A state with a queue and nothing that has left it."""
-        batch = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
+        batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
         r, wide = self.feature_map.dim(k.shape[-1]), _state_dtype(k.dtype)
         zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
         scale = k.new_full(batch, -inf, dtype=wide)
@@ -311,7 +311,7 @@ def _prefix(
     ids: Int[Tensor, "*s l"] | None,
 ) -> Part:
     """Causal linear attention from the logarithms of features."""
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
     (x, y, u), options = _kernel_inputs(x, y, v, ids)
     code = None if options["segments"] is None else runs(options["segments"])[0]
     shift_x, shift_y, _, decay, _ = exp_shifts(x, y, True, None, code, None, x.shape[1])
@@ -333,7 +333,7 @@ def _total(x: Float[Tensor, "*#b n r"], y: Float[Tensor, "*#b l r"], v: Float[Te
 
 def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
     """x, y and [v, 1] as (batch, heads, tokens, width), ids as (batch, tokens), all in float32 or better."""
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
     shared = ids is None or ids.ndim < 2 or ids.shape[-2] == 1  # all heads have the same segments
     rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
     if ids is not None:

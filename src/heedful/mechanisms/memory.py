@@ -32,7 +32,7 @@ from heedful.mechanisms.scored import Scored
 from heedful.mechanisms.top_k import largest
 from heedful.patterns import Causal, Window
 from heedful.segments import visible
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ExternalMemory(Scored):
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(
                 f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "
@@ -231,7 +231,7 @@ class KeyValueMemory(nn.Module):
         if q.shape[-1] != keys.shape[-1]:
             raise ValueError(f"q: width {q.shape[-1]} {tuple(q.shape)}, expected {keys.shape[-1]} as in the store.")
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores_a_row = prod(torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])) * keys.shape[-2]
+        scores_a_row = prod(broadcast_shapes(q.shape[:-2], keys.shape[:-2])) * keys.shape[-2]
         with as_given(q):
             parts = [
                 (rows.to(wide) @ keys.to(wide).mT).sort(dim=-1, descending=True, stable=True)
@@ -255,7 +255,7 @@ class KeyValueMemory(nn.Module):
         for name, x, own in (("k", k, self.k), ("v", v, self.v)):
             fits = x.ndim >= 2 and x.shape[-1] == own.shape[-1] and x.shape[-2] == k.shape[-2]
             try:
-                fits = fits and torch.broadcast_shapes(x.shape[:-2], own.shape[:-2]) == own.shape[:-2]
+                fits = fits and broadcast_shapes(x.shape[:-2], own.shape[:-2]) == own.shape[:-2]
             except RuntimeError:
                 fits = False
             if not fits:
@@ -270,5 +270,5 @@ class KeyValueMemory(nn.Module):
 
 
 def _joined(held: Tensor, x: Tensor) -> Tensor:
-    batch = torch.broadcast_shapes(held.shape[:-2], x.shape[:-2])
+    batch = broadcast_shapes(held.shape[:-2], x.shape[:-2])
     return torch.cat([held.to(x).expand(*batch, -1, -1), x.expand(*batch, -1, -1)], -2)

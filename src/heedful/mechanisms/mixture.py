@@ -26,7 +26,7 @@ from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
-from heedful.shapes import Tensor
+from heedful.shapes import Tensor, broadcast_shapes
 
 
 class Mixture(Mechanism):
@@ -163,7 +163,7 @@ class Mixture(Mechanism):
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))
         if self.kv_heads is not None:
             wanted = self.kv_heads, self.heads // self.kv_heads

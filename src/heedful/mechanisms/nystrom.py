@@ -22,7 +22,7 @@ from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import per_segment
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
 class Nystrom(Mechanism):
@@ -68,7 +68,7 @@ class Nystrom(Mechanism):
             unit = torch.eye(m, dtype=q.dtype, device=q.device)
             return per_segment(lambda q, k, x: self.matrix(q, k) @ x, q, k, unit, segments)
         if n == 0 or m == 0:
-            return q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
+            return q.new_zeros(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), n, m)
         wide = torch.promote_types(q.dtype, torch.float32)
         Q, K = q.to(wide), k.to(wide)
         Q_, K_ = (
@@ -89,7 +89,7 @@ class Nystrom(Mechanism):
             return per_segment(self, q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]
         if n == 0 or m == 0:
-            batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+            batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
             return v.new_zeros(*batch, n, v.shape[-1])
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, x = q.to(wide), k.to(wide), v.to(wide)

@@ -27,7 +27,7 @@ from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, differ_by_head, of_head, per_segment
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 Weights = tuple[Tensor, Tensor, Tensor]
 """L (*h, r, d), and W and U (*h, t, d, d)."""
@@ -88,7 +88,7 @@ class Perceiver(Mechanism):
     def _dense(self, weights: Weights, q: Tensor, k: Tensor) -> Tensor:
         """The definition, for one sequence."""
         if k.shape[-2] == 0:
-            return q.new_zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], 0)
+            return q.new_zeros(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], 0)
         wide, s = torch.promote_types(q.dtype, torch.float32), self._scale()
         Q, K = q.to(wide), k.to(wide)
         L, W, U = (x.to(wide) for x in weights)
@@ -106,12 +106,12 @@ class Perceiver(Mechanism):
 
     def _attend(self, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence by the fast path."""
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         if k.shape[-2] == 0:
             return v.new_zeros(*batch, q.shape[-2], v.shape[-1])
         wide = torch.promote_types(q.dtype, torch.float32)
         L, W, U = (x.to(wide) for x in weights)
-        lead = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        lead = broadcast_shapes(k.shape[:-2], v.shape[:-2])
         both = torch.cat([x.to(wide).expand(*lead, *x.shape[-2:]) for x in (k, v)], -1)
         with as_given(q):
             found = self._softmax(L, k.to(wide), both)
@@ -135,7 +135,7 @@ class Perceiver(Mechanism):
             return attend(weights, q, k, v)
         if self.heads == 1 or not differ_by_head(segments):
             return per_segment(partial(attend, weights), q, k, v, segments)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         rows = []
         for head in range(self.heads):
@@ -157,7 +157,7 @@ class Perceiver(Mechanism):
                 f"q, k: width {qkv[0].shape[-1]}, expected d = {self.d}, that of the latents. Likely cause: the "
                 "mechanism was built for another layer."
             )
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(
                 f"q, k: batch axes {tuple(batch)}, expected the last to be heads = {self.heads}, each of which has its "

@@ -19,7 +19,7 @@ from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 Gate = Literal["sigmoid", "softmax"]
 
@@ -151,7 +151,7 @@ class Sum(Mechanism):
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         heads = self.weights.shape[1] if self.weights.ndim == 2 else 1
         if heads > 1 and batch[-1:] != (heads,):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))

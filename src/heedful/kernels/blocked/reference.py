@@ -22,7 +22,7 @@ from heedful.kernels.blocked.tiles import Keys, Tile, pick, tiles, with_axes
 from heedful.kernels.dispatch import as_given
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
 class RowFunction(Protocol):
@@ -137,7 +137,7 @@ class Work:
     """The inputs with equal numbers of batch axes, cut into tiles in the precision of the computation."""
 
     def __init__(self, q, k, v, bias, pattern, segments, scale):
-        self.batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        self.batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         self.q, self.k, self.v = self.inputs = tuple(with_axes(x, len(self.batch), 2) for x in (q, k, v))
         self.bias = None if bias is None else with_axes(bias, len(self.batch), 2)
         self.n, self.m = q.shape[-2], k.shape[-2]
@@ -154,7 +154,7 @@ class Work:
 
     def product(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """x @ y, in a buffer."""
-        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        batch = broadcast_shapes(x.shape[:-2], y.shape[:-2])
         return torch.matmul(x, y, out=self.buffer(name, *batch, x.shape[-2], y.shape[-1]))
 
     def tiles(self):

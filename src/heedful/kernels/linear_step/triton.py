@@ -15,6 +15,7 @@ from heedful.kernels.chunked_linear.reference import LEAST
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, launch
 from heedful.kernels.linear_step import reference
+from heedful.shapes import broadcast_shapes
 
 READY: dict = {}
 TINY = tl.constexpr(LEAST[torch.float32])
@@ -50,7 +51,7 @@ def linear_step(
     options = dict(feature=feature, fade=fade)
     if said := objections(q, k, v, S, z, log_scale, length, **options):
         raise ValueError(" ".join(said))
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
     r, e = S.shape[-2:]
 
     def rows_of(x: Tensor, tail: int) -> Tensor:

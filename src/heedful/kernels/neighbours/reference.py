@@ -20,7 +20,7 @@ from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern, Tree, _And
 from heedful.segments import Segments
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 BUDGET = 1 << 22  # gathered numbers at a time: 16 MiB in float32
 
@@ -114,7 +114,7 @@ class _Lists(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, groups, scale):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         out = q.new_zeros(*batch, q.shape[-2], v.shape[-1])
         width = prod(batch) * (q.shape[-1] + v.shape[-1])
         for queries, keys, filling in _gathered(groups, width, q.device):

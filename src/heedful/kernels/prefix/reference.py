@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from heedful.shapes import Bool, Float, Tensor
+from heedful.shapes import Bool, Float, Tensor, broadcast_shapes
 
 BLOCK = 32
 TERMS = 256
@@ -63,7 +63,7 @@ def weighted_prefix_mean(
     """
     if said := objections(v, weights, first=first, delay=delay, reverse=reverse):
         raise ValueError(" ".join(said))
-    batch = torch.broadcast_shapes(v.shape[:-2], weights.shape[:-1], () if first is None else first.shape[:-1])
+    batch = broadcast_shapes(v.shape[:-2], weights.shape[:-1], () if first is None else first.shape[:-1])
     m = v.shape[-2]
     wide = torch.promote_types(v.dtype, torch.float32)
     x = v.to(wide).expand(*batch, *v.shape[-2:])

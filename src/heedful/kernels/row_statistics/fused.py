@@ -22,7 +22,7 @@ from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
-from heedful.shapes import Tensor
+from heedful.shapes import Tensor, broadcast_shapes
 
 GATHERED = 1 << 26  # elements of keys that targets take at a time
 
@@ -39,9 +39,9 @@ def row_statistics(
     request: Request,
 ) -> RowSums:
     """Sums over the rows of A; the same call as `reference.row_statistics`."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], *_others(request))
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], *_others(request))
     n, m = q.shape[-2], k.shape[-2]
-    if torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) != batch:
+    if broadcast_shapes(q.shape[:-2], k.shape[:-2]) != batch:
         q = q.expand(*batch, *q.shape[-2:])
     reach = Reach.of(pattern)
     assert reach is not None, f"{pattern}: see objections"

@@ -23,7 +23,7 @@ from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Layout, Segments, resolve
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 
 @torch.compiler.disable
@@ -287,6 +287,6 @@ def _gather(
     """The weights at the target keys, 0 for a target that is not among these keys."""
     place = torch.searchsorted(keys, targets.contiguous()).clamp(max=len(keys) - 1)
     found = keys[place] == targets
-    batch = torch.broadcast_shapes(weights.shape[:-2], targets.shape[:-2])
+    batch = broadcast_shapes(weights.shape[:-2], targets.shape[:-2])
     place = place.expand(*batch, *targets.shape[-2:])
     return weights.gather(-1, place) * found

@@ -15,7 +15,7 @@ from heedful.kernels.softmax.reach import Reach, are_runs, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
-from heedful.shapes import Tensor
+from heedful.shapes import Tensor, broadcast_shapes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = SoftmaxRows()
@@ -47,7 +47,7 @@ def adjoint(
     memory = {} if memory is None else memory
     if "lse" not in memory:
         memory["lse"] = log_sum_exp(q, k, rows, pattern, segments, scale)
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
     # Each query head has its own product: here the heads do not share keys, though they may read the same ones.
     k, y = (x.expand(*batch, *x.shape[-2:]) for x in (k, y))
     with on_device(q):
@@ -170,7 +170,7 @@ def about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
 
 
 def about_segments(q, k, v, segments: Segments) -> list[str]:
-    batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = launches.shared_axes(batch, k, v)
     for part in segments if isinstance(segments, tuple) else (segments,):
         if shared and any(size > 1 for size in part.shape[:-1][-shared:]):
@@ -181,8 +181,8 @@ def about_segments(q, k, v, segments: Segments) -> list[str]:
 
 
 def _about_sink(q, k, v, sink: Tensor) -> list[str]:
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    if torch.broadcast_shapes(batch, sink.shape) != batch:
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if broadcast_shapes(batch, sink.shape) != batch:
         return [f"the sink has more heads, {tuple(sink.shape)}, than the inputs, {tuple(batch)}"]
     return []
 

@@ -13,7 +13,7 @@ from heedful.kernels import launching
 from heedful.kernels.launching import INTERPRETED, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
 from heedful.kernels.softmax.reach import Intervals
-from heedful.shapes import Tensor
+from heedful.shapes import Tensor, broadcast_shapes
 
 LOG2E = 1.4426950408889634
 WIDEST = 256
@@ -85,7 +85,7 @@ def shared_axes(batch: tuple[int, ...], k: Tensor, v: Tensor) -> int:
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """Inputs of any batch axes with those axes sorted: apart, a head of keys, the query heads that share it."""
-    batch = tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = shared_axes(batch, k, v)
     lead = batch[: len(batch) - shared]
     q, k, v = (aligned(x) for x in (q, k, v))

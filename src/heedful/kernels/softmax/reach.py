@@ -19,7 +19,7 @@ import torch
 
 from heedful.patterns import Blocks, Causal, Full, Global, Pattern, Window, _And, _Or
 from heedful.segments import Segments, resolve
-from heedful.shapes import Int, Tensor
+from heedful.shapes import Int, Tensor, broadcast_shapes
 
 FAR = 1 << 29  # farther than any token
 NOWHERE = 1 << 30  # the lo of a query or key that takes no part
@@ -163,7 +163,7 @@ def _unsegmented(reach: Reach, n: int, m: int, device: torch.device) -> Interval
 
 def _segmented(reach: Reach, n: int, m: int, segments: Segments) -> Intervals:
     layout = resolve(segments, n, m)
-    lead = torch.broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
+    lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
     query_ids, key_ids = (x.expand(*lead, -1).contiguous() for x in (layout.query_ids, layout.key_ids))
     i, j = (x.expand(*lead, -1) for x in (layout.query_positions, layout.key_positions))
     among_keys, among_queries = _Runs(key_ids), _Runs(query_ids)

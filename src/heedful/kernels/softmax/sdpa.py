@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
 def attend(
@@ -23,7 +23,7 @@ def attend(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V by `torch.nn.functional.scaled_dot_product_attention`."""
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     width, e = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     # Where widths differ the fused kernels give way to one that forms the matrix; zeros cost less.
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))

@@ -22,7 +22,7 @@ from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.strided.reference import Shape
 from heedful.patterns import Pattern, Window
 from heedful.segments import Segments
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def attend(
     """A V for a strided pattern, with gradients in q, k and v."""
     shape = Shape.of(pattern)
     assert shape is not None, "objections() come first"
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     n = q.shape[-2]
     after = -n % shape.stride  # zeros fill the last row of the grid: the last keys of their class, which nobody sees
     flat = [F.pad(x.expand(*batch, -1, -1), (0, 0, 0, after)).reshape(prod(batch), n + after, -1) for x in (q, k, v)]

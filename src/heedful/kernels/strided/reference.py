@@ -22,7 +22,7 @@ from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Causal, Pattern, Strided, Window, _And, _Or
 from heedful.segments import Segments
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Tensor, broadcast_shapes
 
 ROWS = 64  # queries of a class in a tile: a causal triangle is cut into strips of so many rows
 BUDGET = 1 << 19  # scores in a tile: 2 MiB in float32, so that a tile stays in the cache
@@ -79,7 +79,7 @@ def attend(
     """A V for a strided pattern, with gradients in q, k and v."""
     shape = Shape.of(pattern)
     assert shape is not None, "objections() come first"
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     flat = [x.expand(*batch, *x.shape[-2:]).reshape(prod(batch), *x.shape[-2:]) for x in (q, k, v)]
     return _Strided.apply(*flat, shape, scale).reshape(*batch, q.shape[-2], v.shape[-1])
 
