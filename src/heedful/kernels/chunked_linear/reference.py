@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -371,10 +372,11 @@ def _states(S: Tensor, y: Tensor, u: Tensor | None, w: _Weights | None, *, back:
     S_[-1 if back else 0] = S
     added = (S_[:-1] if back else S_[1:]).flatten(0, 1)
     _ = torch.sum(y, -2, keepdim=True, out=added) if u is None else torch.bmm(y.mT, u, out=added)
-    keep = None if w is None else w.keep.unflatten(0, (chunks, -1))
-    for j in reversed(range(chunks)) if back else range(chunks):
-        old, new = (S_[j + 1], S_[j]) if back else (S_[j], S_[j + 1])
-        _ = new.add_(old) if keep is None else new.addcmul_(old, keep[j])
+    keep = [None] * chunks if w is None else w.keep.unflatten(0, (chunks, -1)).unbind()
+    steps = [*zip(pairwise(S_.unbind()), keep, strict=True)]
+    for (one, next_), kept in reversed(steps) if back else steps:
+        old, new = (next_, one) if back else (one, next_)
+        _ = new.add_(old) if kept is None else new.addcmul_(old, kept)
     return (S_[1:] if back else S_[:-1]).flatten(0, 1), S_[0 if back else -1]
 
 
@@ -407,22 +409,23 @@ def _forwards(q, k, v, shift_q, shift_k, real, decay, run, S, z, out, inverse, *
     return S, z
 
 
-def _backwards(q, k, v, shift_q, shift_k, real, decay, run, g, c, R, t, dq, dk, dv, change, *, met, feature):
-    """Writes the gradients, given those of numerators and normalisers (g, c) and of the last state (R, t).
+def _backwards(
+    q, k, v, shift_q, shift_k, real, decay, run, dout, out, inverse, R, t, dq, dk, dv, change, *, met, feature
+):
+    """Writes the gradients, given those of the output and of the last state (R, t).
 
     Returns those of the first state. Within a group the states are made again from the one that it met.
     """
     for i, at in reversed(list(enumerate(_groups(q)))):
         xs, ys, vs, real_s = _operands(q, k, v, shift_q, shift_k, real, at, feature)
-        gs = _cut(g, *at)
+        gs, cs = _upstream(*(None if x is None else _cut(x, *at) for x in (dout, out, inverse)))
         w = _weights(decay, run, *at)
         leaving, entering = (ys, xs) if w is None else (ys * w.leave, xs * w.into)
         before, _ = _states(met[0][i], leaving, vs, w)
         after, R = _states(R, entering, gs, w, back=True)
         D = torch.bmm(gs, vs.mT)
         dx, dy, dvs = torch.bmm(gs, before.mT), torch.bmm(vs, after.mT), torch.bmm(ys, after)
-        if c is not None:
-            cs = _cut(c, *at)
+        if cs is not None:
             before, _ = _states(met[1][i], leaving, None, w)
             after, t = _states(t, entering * cs, None, w, back=True)
             D.add_(cs)
@@ -583,7 +586,7 @@ class _Causal(torch.autograd.Function):
         dout, R, t = _in_rows(*ctx.shape, dout, R, t)
         grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in given[:3]]
         change = dout.new_empty(dout.shape[:2], dtype=torch.float64) if ctx.needs_input_grad[3] else None
-        slabs = _slabs(*given, *_upstream(dout, out, inverse), R, t, *grads, change)
+        slabs = _slabs(*given, dout, out, inverse, R, t, *grads, change)
         firsts = [_backwards(*slab, met=met, feature=ctx.feature) for slab, met in zip(slabs, ctx.met, strict=True)]
         first = _joined(firsts, (R, t))
         if change is not None:
