@@ -96,6 +96,20 @@ def indices(batch: tuple[int, ...]) -> list[str]:
     return [".".join(map(str, index)) for index in product(*(range(size) for size in batch))]
 
 
+def bars(name: str, middle: Tensor, lower: Tensor, upper: Tensor):
+    """A point with its bounds for each head (needs altair)."""
+    alt = altair()
+    columns = [x.detach().double().reshape(-1).cpu().tolist() for x in (middle, lower, upper)]
+    rows = [
+        {"head": head or "0", name: at, "at least": low, "at most": high}
+        for head, at, low, high in zip(indices(middle.shape), *columns, strict=True)
+        if at == at  # NaN has no place in a chart
+    ]
+    base = alt.Chart(alt.Data(values=rows)).encode(x=alt.X("head:N", sort=None))
+    span = base.mark_rule().encode(y=alt.Y("at least:Q", title=name), y2=alt.Y2("at most:Q"))
+    return span + base.mark_point(filled=True).encode(y=alt.Y(f"{name}:Q", title=name))
+
+
 def number(value: float | int | bool | str) -> str:
     """A number as a reader wants it: four digits that count.
 

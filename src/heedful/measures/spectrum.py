@@ -21,7 +21,7 @@ from math import ceil
 
 import torch
 
-from heedful.measures.render import Measurement, altair
+from heedful.measures.render import Measurement, altair, bars
 from heedful.measures.search import (
     BUDGET,
     HELD,
@@ -114,6 +114,10 @@ class Interval(Measurement):
         chance = f", bounds fail with probability {self.failure:g}" if self.failure else ""
         return f"{self.name}; {self.stopped}{chance}"
 
+    def plot(self):
+        """The estimate of each head between its bounds (needs altair)."""
+        return bars(self.name.split(" (")[0], self.estimate, self.lower, self.upper)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EffectiveRank(Interval):
@@ -142,6 +146,10 @@ class Decay(Measurement):
 
     def caption(self) -> str:
         return f"σᵢ ∝ i^−α over the first {self.k} values"
+
+    def plot(self):
+        """The exponent of each head that has one, with its standard error (needs altair)."""
+        return bars("exponent", self.exponent, self.exponent - self.error, self.exponent + self.error)
 
 
 Measurable = AttentionOperator | Tensor | Spectrum
