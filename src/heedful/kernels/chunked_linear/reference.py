@@ -310,14 +310,19 @@ def _group(x: Tensor) -> int:
     return max(GROUP, _at_once(x) // max(1, len(x)) // CHUNK * CHUNK)
 
 
+def _chunks(t: Tensor, a: int, z: int, c: int) -> Tensor:
+    """(rows, n, ·) → (chunks, rows, c, ·), a view: the chunks of [a, z) one after the other, each of all rows."""
+    return t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1)
+
+
 def _cut(t: Tensor, a: int, z: int, c: int) -> Tensor:
-    """(rows, n, ·) → (chunks · rows, c, ·): the chunks of [a, z) one after the other, each of all rows."""
-    return t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1).flatten(0, 1)
+    """(rows, n, ·) → (chunks · rows, c, ·), side by side in memory."""
+    return _chunks(t, a, z, c).flatten(0, 1)
 
 
 def _put(t: Tensor, a: int, z: int, c: int, chunks: Tensor) -> None:
     """The way back."""
-    t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1).copy_(chunks.unflatten(0, (-1, len(t))))
+    _chunks(t, a, z, c).copy_(chunks.unflatten(0, (-1, len(t))))
 
 
 def _blocks(*tensors: Tensor | None) -> Iterator[list]:
@@ -449,9 +454,23 @@ def _backwards(
 
 def _operands(q, k, v, shift_q, shift_k, real, at, feature):
     """Features of a group's queries and keys, its values, and which of its tokens are real."""
-    q, k, v, shift_q, shift_k, real = (None if t is None else _cut(t, *at) for t in (q, k, v, shift_q, shift_k, real))
-    x, y = (features(t, feature, s, real, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
+    v, real = (None if t is None else _cut(t, *at) for t in (v, real))
+    x, y = (_cut_features(t, s, real, at, feature, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
     return x, y, v, real
+
+
+def _cut_features(t, shift, real, at, feature, dtype):
+    """`features` of `_cut`, where the first pass is the one that puts chunks side by side."""
+    if feature not in ("elu1", "exp"):
+        return features(_cut(t, *at), feature, None, real, dtype)
+    here = _chunks(t, *at).to(dtype)
+    x = here.new_empty(here.shape)
+    if feature == "exp":
+        torch.sub(here, _chunks(shift, *at), out=x).exp_()
+    else:
+        torch.clamp(here, max=0, out=x).exp_().add_(here.relu())
+    x = x.flatten(0, 1)
+    return x if real is None else torch.where(real, x, 0.0)
 
 
 def _inverse(below: Tensor) -> Tensor:
