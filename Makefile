@@ -22,7 +22,7 @@ check: $(VENV)/.installed-dev  ## style and types
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-bench: peers  ## heedful against its peers, growth, memory: about 20 minutes of a quiet machine
+bench: peers  ## heedful against its peers, growth, memory: about half an hour of a quiet machine
 	@$(BIN)/heedful bench --out benchmarks/results --plot docs/crossover.svg
 
 peers: $(VENV)/.installed-peers  ## install the packages that heedful is compared with

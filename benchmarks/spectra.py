@@ -7,7 +7,7 @@
 
 The first two need heads that benchmarks/real_heads.py captured; its docstring says where the weights come from:
 
-    python benchmarks/real_heads.py smollm2 --weights SmolLM2-135M-Instruct.Q4_1.gguf --text some.txt --length 2048
+    python benchmarks/real_heads.py smollm2 --length 2048
 
 Rows go to runs/spectra/<name>.jsonl as they are measured, and a row that is there already is not measured again: a run
 that was interrupted goes on. Delete the file to measure anew.

@@ -139,7 +139,9 @@ def bench_command(
         list[str] | None, typer.Option("--only", metavar="NAME", help="This case or mechanism alone; repeatable.")
     ] = None,
     n: Annotated[list[int] | None, typer.Option("--n", help="Tokens; repeatable. Each table has its own.")] = None,
-    heads: Annotated[int, typer.Option("--heads", help="Number of heads; memory takes one.")] = 8,
+    heads: Annotated[
+        int | None, typer.Option("--heads", help="Number of heads; memory takes one.  [default: 8; on a GPU 16]")
+    ] = None,
     d: Annotated[int, typer.Option("--d", help="Width of one head.")] = 64,
     threads: Annotated[int | None, typer.Option("--threads", help="Threads of torch.  [default: torch's]")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="Count this process's time, not the clock's.")] = False,
@@ -178,13 +180,14 @@ def bench_command(
             _fail(f"no table is called {table!r}; there are {', '.join(bench.TABLES)}.")
     for size in n or []:
         _check_limits({"--n": size})
+    heads = (16 if gpu else 8) if heads is None else heads
     _check_limits({"--heads": heads, "--d": d, "--seed": seed, "--threads": 1 if threads is None else threads})
     if budget <= 0:
         _fail(f"--budget {budget:g}: expected a number of seconds above 0.")
     setting = Setting(heads=heads, d=d, seed=seed, clock="cpu" if cpu_time else "wall")
     setting = setting if threads is None else replace(setting, threads=threads)
     if gpu:
-        setting = replace(setting, device="cuda", dtype="bfloat16", heads=16 if heads == 8 else heads)
+        setting = replace(setting, device="cuda", dtype="bfloat16")
         if not torch.cuda.is_available():
             _fail("--gpu: torch finds no GPU here. `heedful bench` without it measures the CPU.", code=1)
     sizes = tuple(sorted(set(n or [])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from html import escape
@@ -17,12 +18,12 @@ DRAWN = 256  # queries that a plot has a point for, evenly spaced
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Measurement:
+class Measurement(ABC):
     """A result over a batch of heads. Subclasses are dataclasses and say `columns`, one tensor over the batch each."""
 
+    @abstractmethod
     def columns(self) -> dict[str, Tensor]:
         """What a table shows, by heading: tensors over the batch."""
-        raise NotImplementedError
 
     def caption(self) -> str:
         """One line above the table."""

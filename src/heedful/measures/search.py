@@ -14,6 +14,7 @@ is taken to be within ROUNDING epsilons (real heads: 2), and U within the depart
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
@@ -82,7 +83,7 @@ def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tens
     return ((sums < target[..., None]).sum(-1) + 1).clamp(max=sums.shape[-1])
 
 
-class Goal:
+class Goal(ABC):
     """When a measurement is good enough, how many columns that may take, and whether probes bring it nearer."""
 
     glances = False
@@ -90,11 +91,11 @@ class Goal:
     least = 1  # columns without which there is no answer at all
     otherwise = "beyond the budget"  # what to say where it is not reached
 
-    def reached(self, profile: Profile) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def reached(self, profile: Profile) -> bool: ...
 
-    def columns(self, profile: Profile) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def columns(self, profile: Profile) -> float: ...
 
     def hopeless(self, profile: Profile, most: int) -> bool:
         """Whether the first values tell already that so many columns will not do: a guess, to save a glance."""

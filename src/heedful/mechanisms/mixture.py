@@ -12,7 +12,7 @@ Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby
@@ -27,6 +27,8 @@ from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
+
+Piece = tuple[Mechanism, slice, slice]
 
 
 class Mixture(Mechanism):
@@ -87,22 +89,17 @@ class Mixture(Mechanism):
 
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
-        if segments is None and self.kv_heads is None and all(map(_is_fixed, self.parts)):
-            patterns = [part for part, size in self._sized() for _ in range(size) if isinstance(part, FixedPattern)]
-            return heads_together(patterns, q, k, v)
-        pieces = zip(self._runs(), self._split(segments, q, k, v), strict=True)
         alone = segments is not None or self.kv_heads is not None
         outs: list[Tensor] = []
-        for fixed, run in groupby(pieces, lambda piece: not alone and _is_fixed(piece[1][0])):
-            some = list(run)
-            if fixed and len(some) > 1:  # fixed heads side by side, whatever their kinds
-                heads = slice(some[0][0][0], sum(some[-1][0]))
-                patterns = [
-                    part for (_, size), (part, *_) in some for _ in range(size) if isinstance(part, FixedPattern)
-                ]
+        for fixed, run in groupby(self._pieces(), lambda piece: not alone and _is_fixed(piece[0])):
+            pieces = list(run)
+            if fixed and len(pieces) > 1:  # fixed heads side by side, whatever their kinds
+                heads = slice(pieces[0][2].start, pieces[-1][2].stop)
+                each = ((part, own.stop - own.start) for part, _, own in pieces if isinstance(part, FixedPattern))
+                patterns = [part for part, size in each for _ in range(size)]
                 outs.append(heads_together(patterns, *(_take(x, -3, heads) for x in (q, k, v))))
             else:
-                outs += [part(*qkv, segments=ids) for _, (part, qkv, ids) in some]
+                outs += [part(*qkv, segments=ids) for part, qkv, ids in self._split(segments, q, k, v, pieces=pieces)]
         return self._join(outs)
 
     def matrix(self, q, k, *, segments=None):
@@ -187,7 +184,7 @@ class Mixture(Mechanism):
             assert isinstance(part, Mechanism)
             yield part, size
 
-    def _pieces(self) -> Iterator[tuple[Mechanism, slice, slice]]:
+    def _pieces(self) -> Iterator[Piece]:
         """Each part with its heads, as rows and columns of the head axes (kv_heads, per group); one row without."""
         width, start = self.heads // (self.kv_heads or 1), 0
         for part, size in self._sized():
@@ -202,10 +199,10 @@ class Mixture(Mechanism):
             yield rows.start * width + columns.start, (rows.stop - rows.start) * (columns.stop - columns.start)
 
     def _split(
-        self, segments: Segments | None, *tensors: Tensor
+        self, segments: Segments | None, *tensors: Tensor, pieces: Iterable[Piece] | None = None
     ) -> Iterator[tuple[Mechanism, list[Tensor], Segments | None]]:
         """Each part with its heads of the tensors and of the segments; an axis of 1 serves all."""
-        for part, rows, columns in self._pieces():
+        for part, rows, columns in self._pieces() if pieces is None else pieces:
 
             def take(x: Tensor, tail: int, rows: slice = rows, columns: slice = columns) -> Tensor:
                 x = _take(x, -tail - 1, columns)

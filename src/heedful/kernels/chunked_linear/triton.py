@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heedful.kernels.arithmetic import exp2
 from heedful.kernels.chunked_linear import launches, reference
 from heedful.kernels.chunked_linear.launches import INTERPRETED
 from heedful.kernels.chunked_linear.reference import LinearState
@@ -97,29 +98,14 @@ def chunked_linear(
     return o, LinearState(S, z, log_scale)
 
 
-if INTERPRETED:
-
-    @triton.jit
-    def _exp2(x):
-        return tl.exp2(x)
-else:
-
-    @triton.jit
-    def _exp2(x):
-        """2^x with denormals flushed: one instruction, where tl.exp2 takes five to keep them."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
 @triton.jit
 def _phi(x, shift, FEATURE: tl.constexpr):
     if FEATURE == "elu1":
-        return tl.where(x > 0, x + 1, _exp2(x * LOG2E))
+        return tl.where(x > 0, x + 1, exp2(x * LOG2E))
     elif FEATURE == "relu":
         return tl.maximum(x, 0)
     elif FEATURE == "exp":
-        return _exp2((x - shift[:, None]) * LOG2E)
+        return exp2((x - shift[:, None]) * LOG2E)
     else:
         return x
 
@@ -232,9 +218,9 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
             d = tl.load(decay) * LOG2E
             b = d * tl.minimum(i + 1, n - start)
             total = d * tl.minimum(BLOCK, n - start)
-        into = _exp2(b)
-        leave = _exp2(total - b)
-        keep = _exp2(total)
+        into = exp2(b)
+        leave = exp2(total - b)
+        keep = exp2(total)
     if SEGMENTS:
         into = tl.where(run == before, into, 0.0)
         leave = tl.where(run == last, leave, 0.0)
@@ -258,7 +244,7 @@ def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.con
         seen = seen & (run[:, None] == run[None, :])
     if DECAY > 0:
         gap = (b[None, :] - b[:, None]) if ADJOINT else (b[:, None] - b[None, :])
-        return a * _exp2(tl.where(seen, gap, float("-inf")))
+        return a * exp2(tl.where(seen, gap, float("-inf")))
     else:
         return tl.where(seen, a, 0.0)
 

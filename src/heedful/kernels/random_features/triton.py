@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from heedful.kernels.arithmetic import exp2
 from heedful.kernels.chunked_linear.launches import INTERPRETED, Config, launch, over
 from heedful.kernels.chunked_linear.reference import LEAST
 from heedful.kernels.dispatch import on_device
@@ -120,21 +121,6 @@ def random_features(
         return _Attention.apply(q, k, v, key_bias, query_weight, key_weight, bias, float(curvature), causal)
 
 
-if INTERPRETED:
-
-    @triton.jit
-    def _exp2(x):
-        return tl.exp2(x)
-else:
-
-    @triton.jit
-    def _exp2(x):
-        """2^x with denormals flushed: one instruction, where tl.exp2 takes five to keep them."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
@@ -195,10 +181,10 @@ def _weigh(a, top, s, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
     i = tl.arange(0, BLOCK)
     if ADJOINT:
         seen = i[None, :] >= i[:, None]
-        return a * _exp2(tl.where(seen, top[:, None] - s[None, :], float("-inf")))
+        return a * exp2(tl.where(seen, top[:, None] - s[None, :], float("-inf")))
     else:
         seen = i[:, None] >= i[None, :]
-        return a * _exp2(tl.where(seen, top[None, :] - s[:, None], float("-inf")))
+        return a * exp2(tl.where(seen, top[None, :] - s[:, None], float("-inf")))
 
 
 @triton.jit
@@ -334,8 +320,8 @@ def _states(
         x = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
         u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
         logs, _high = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
-        f = _exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None])
-        leave = _exp2(tl.load(tops + t, mask=t < left, other=float("-inf")) - last)
+        f = exp2(logs - tl.load(peaks + t, mask=t < left, other=0.0)[:, None])
+        leave = exp2(tl.load(tops + t, mask=t < left, other=float("-inf")) - last)
         z += tl.sum(f * leave[:, None], 0)
         moved = (u * leave[:, None]).to(OPERAND)
         S = tl.dot(tl.trans(moved), f.to(OPERAND), S, input_precision=PRECISION)
@@ -373,7 +359,7 @@ def _scan(
         own = tl.load(here, mask=ok[:, None] & inside, other=0.0).to(tl.float32)
         a = tl.load(levels + c, mask=ok, other=0.0)
         b = tl.load(levels + c + 1, mask=ok, other=0.0)
-        keep = _exp2(a - b)
+        keep = exp2(a - b)
         kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, _link)
         own += kept * x[None, :]
         tl.store(here, own, mask=ok[:, None] & inside)
@@ -483,7 +469,7 @@ def _outputs(
     for at in range(0, M, R):
         cr = at + tl.arange(0, R)
         logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-        f = _exp2(logs - a[:, None])
+        f = exp2(logs - a[:, None])
         S = tl.load(slots + ce[:, None] * M + cr[None, :], mask=(cr < some)[None, :], other=0.0)
         z = tl.load(sums + cr, mask=cr < some, other=0.0)
         total += tl.sum(f * z[None, :], 1)
@@ -491,7 +477,7 @@ def _outputs(
         num = tl.dot(fq, tl.trans(S), num, input_precision=PRECISION)
         if CAUSAL:
             logs, _high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
-            fk = _exp2(logs - b[:, None]).to(OPERAND)
+            fk = exp2(logs - b[:, None]).to(OPERAND)
             P = tl.dot(fq, tl.trans(fk), P, input_precision=PRECISION)
     if CAUSAL:
         u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
@@ -499,7 +485,7 @@ def _outputs(
         top, s, before, _after = _times(
             tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
         )
-        into = _exp2(before - s)
+        into = exp2(before - s)
         P = _weigh(P, top, s, BLOCK, False)
         total = total * into + tl.sum(P, 1)
         num = tl.dot(P.to(OPERAND), u, num * into[:, None], input_precision=PRECISION)
@@ -583,11 +569,11 @@ def _adjoints(
         if at == 0:
             tl.store(delta + t, dl, mask=t < left)
         if CAUSAL:
-            into = _exp2(before - tl.maximum(tl.load(climbs + t, mask=t < left, other=0.0), before))
+            into = exp2(before - tl.maximum(tl.load(climbs + t, mask=t < left, other=0.0), before))
             over *= into
             dl *= into
         logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-        f = _exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
+        f = exp2(logs - tl.load(peaks_q + t, mask=t < left, other=0.0)[:, None])
         y -= tl.sum(f * dl[:, None], 0)
         S = tl.dot(tl.trans((g * over[:, None]).to(OPERAND)), f.to(OPERAND), S, input_precision=PRECISION)
     slot = row * (chunks + CAUSAL) + chunk
@@ -682,7 +668,7 @@ def _queries(
         )
         pairs = tl.dot(g.to(OPERAND), tl.trans(u), input_precision=PRECISION) - dl[:, None]
         pairs = _weigh(pairs, top, s, BLOCK, False).to(OPERAND)
-        into = _exp2(before - s)
+        into = exp2(before - s)
         g *= into[:, None]
         dl *= into
         slots += (owner * (blocks + 1) + block) * (E * M)
@@ -701,10 +687,10 @@ def _queries(
         grad = tl.dot(g, S, input_precision=PRECISION) - dl[:, None] * z[None, :]
         if CAUSAL:
             logs, _high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
-            fk = _exp2(logs - b[:, None]).to(OPERAND)
+            fk = exp2(logs - b[:, None]).to(OPERAND)
             grad = tl.dot(pairs, fk, grad, input_precision=PRECISION)
         logs, high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-        grad *= _exp2(logs - a[:, None])
+        grad *= exp2(logs - a[:, None])
         back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
     _put(dq, t, dq_t, cd, d, back * LN2, left, EVEN_N, EVEN_D)
 
@@ -796,7 +782,7 @@ def _keys(
     top, s, _before, last = _times(
         tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
     )
-    leave = _exp2(top - last)
+    leave = exp2(top - last)
     if CAUSAL:
         q += batch * q_b + head * q_h + skip * q_t
         do += batch * do_b + head * do_h + skip * do_t
@@ -827,7 +813,7 @@ def _keys(
         S = tl.load(slots + ce[:, None] * M + cr[None, :], mask=(cr < some)[None, :], other=0.0)
         z = tl.load(sums + cr, mask=cr < some, other=0.0)
         logs, high = _logs(y, Wk, bias, at, SPLIT, PRECISION, D, M, R)
-        f = _exp2(logs - b[:, None])
+        f = exp2(logs - b[:, None])
         fk = f.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(S), gv, input_precision=PRECISION)
@@ -835,7 +821,7 @@ def _keys(
             grad = tl.dot(moved, S, input_precision=PRECISION) + leave[:, None] * z[None, :]
         if CAUSAL:
             logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-            fq = _exp2(logs - a[:, None]).to(OPERAND)
+            fq = exp2(logs - a[:, None]).to(OPERAND)
             if DV:
                 A = tl.dot(fk, tl.trans(fq), A, input_precision=PRECISION)
             if DK:

@@ -18,24 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heedful.kernels.launching import INTERPRETED
+from heedful.kernels.arithmetic import exp2
 from heedful.kernels.softmax import reach
 
 NOWHERE = tl.constexpr(reach.NOWHERE)
-
-if INTERPRETED:
-
-    @triton.jit
-    def exp2(x):
-        return tl.exp2(x)
-else:
-
-    @triton.jit
-    def exp2(x):
-        """2^x with denormals flushed: one instruction, where tl.exp2 takes five to keep them."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
