@@ -17,8 +17,8 @@ LAYERS = [
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
     {"core", "operator"},
     {"mechanisms"},
-    {"linalg", "measures", "theory", "nn", "testing"},
-    {"plan", "engine", "hf", "scan", "studies", "bench"},
+    {"linalg", "measures", "nn", "testing"},
+    {"plan", "engine", "hf", "scan", "studies", "bench", "theory"},
     {"records", "report", "show"},
     {"cli", "__main__"},
 ]

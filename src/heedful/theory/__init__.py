@@ -1,5 +1,6 @@
-"""The theory of attention as a program: closed forms, each derived where it stands and tested against samples."""
+"""The theory of attention as a program: closed forms, and every statement of the texts as a claim with a verdict."""
 
 from heedful.theory import closed_forms
+from heedful.theory.claim import Case, Claim, Evidence, Finding, Text, Verdict, decide
 
-__all__ = ["closed_forms"]
+__all__ = ["Case", "Claim", "Evidence", "Finding", "Text", "Verdict", "closed_forms", "decide"]
