@@ -14,6 +14,7 @@ if not ON_GPU:
 
 from heedful.kernels.chunked_linear import reference  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState  # noqa: E402
+from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
 
 
 def _triton_form():
@@ -349,8 +350,8 @@ def test_what_it_cannot_take_it_refuses_in_words(form):
     def refused(words, *tensors, **options):
         said = form.objections(*tensors, **options)
         assert any(words in x for x in said), said
-        with pytest.raises(ValueError, match=words):
-            form.chunked_linear(*tensors, **options)
+        with pytest.raises(RuntimeError, match=words):  # every way in goes through the dispatcher, which asks
+            Kernel("chunked_linear", Backend("form", form.chunked_linear, form.objections))(*tensors, **options)
 
     refused("as many queries as keys", q[:, :, :5], k, v)
     refused("multiple of", q[:, :3], k, v)

@@ -58,7 +58,7 @@ class Featured(RecurrentMechanism):
         """log λ of each head, or None where nothing decays."""
         return None
 
-    def fading(self, k: Float[Tensor, "*b 1 d"]) -> Float[Tensor, "*c #r"] | None:
+    def fading(self, k: Float[Tensor, "*b 1 d"], dtype: torch.dtype) -> Float[Tensor, "*c #r"] | None:
         """log of what the token of key k leaves of each row of the state, or None where nothing decays."""
         decay = self.log_decay()
         return None if decay is None else decay[..., None]
@@ -93,11 +93,12 @@ class Featured(RecurrentMechanism):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
         if isinstance(segments, tuple):
             return per_segment(self, q, k, v, segments)
-        with as_given(q):
-            refused, inputs, options = self._fused(q, k, v, segments)
-            if not refused:
-                out = random_features(*inputs, **options)
-                return out.reshape(*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
+        if isinstance(self.feature_map, LogFeatureMap):
+            with as_given(q):
+                refused, inputs, options = self._fused(q, k, v, segments)
+                if not refused:
+                    out = random_features(*inputs, **options)
+                    return out.reshape(*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
         return self._run(q, k, v, segments)[0]
 
     def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
@@ -162,9 +163,9 @@ class Featured(RecurrentMechanism):
         with as_given(q):
             inputs, options = self._kernel_inputs(q, k, v, segments)
             out, state = self.kernel(*inputs, **options)
-        out = out.reshape(*batch, *out.shape[-2:])
+        out = out if out.shape[:-2] == batch else out.reshape(*batch, *out.shape[-2:])
         out = out if back is None else take_tokens(out, back)
-        return out[..., out.shape[-2] - n :, :], state
+        return out if n >= m else out[..., m - n :, :], state
 
     def _kernel_inputs(self, q, k, v, segments: Tensor | None) -> tuple[list[Tensor], dict[str, Any]]:
         """The kernel takes (batch, heads, tokens, width) and (batch, tokens), segments in runs, n = m or Full."""
@@ -196,7 +197,7 @@ class Featured(RecurrentMechanism):
             "log_decay": decay,
             "segments": segments,
         }
-        return [x.expand(*batch, *x.shape[-2:]).reshape(*size, *x.shape[-2:]) for x in (q, k, v)], options
+        return [_as_batch(x, batch, size) for x in (q, k, v)], options
 
     def init_state(self, q, k, v) -> Running:
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -222,7 +223,7 @@ class Featured(RecurrentMechanism):
                 f"{state.S.shape[-2]} as in the state. Likely cause: a state of another layer."
             )
         dtype, wide, name = q.dtype, state.S.dtype, self.feature_map.kernel_name
-        fade = self.fading(k.to(wide))
+        fade = self.fading(k, wide)
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q.to(wide)), self.feature_map.log_key(k.to(wide))
         elif name is None:
@@ -264,6 +265,11 @@ class Featured(RecurrentMechanism):
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
     """One size up from the inputs: a sum over a hundred thousand tokens rounds as often."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _as_batch(x: Tensor, batch: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    """x with the batch axes that a kernel takes."""
+    return x if x.shape[:-2] == size else x.expand(*batch, *x.shape[-2:]).reshape(*size, *x.shape[-2:])
 
 
 def _in_runs(segments: Tensor) -> bool:

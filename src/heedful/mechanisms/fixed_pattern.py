@@ -146,7 +146,7 @@ class FixedPattern(Mechanism):
             rows = self._by_segment(v, resolve(segments, n, m, v.device))
         if rows.shape != shape:
             rows = rows.expand(shape).clone()
-        return _Unread.apply(rows, q, k)
+        return _unread(rows, q, k)
 
     def _words(self) -> Tensor | None:
         """Word ids, for the kinds that ask for them."""
@@ -239,7 +239,13 @@ def heads_together(patterns: Sequence[FixedPattern], q: Tensor, k: Tensor, v: Te
     n, v = q.shape[-2], v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return v.new_zeros(*batch, n, v.shape[-1])
-    return _Unread.apply(fixed_heads(v, tuple(str(pattern.kernel_kind) for pattern in patterns), n), q, k)
+    return _unread(fixed_heads(v, tuple(str(pattern.kernel_kind) for pattern in patterns), n), q, k)
+
+
+def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """rows, as a function of q and k that is constant."""
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    return _Unread.apply(rows, q, k) if learns else rows
 
 
 class _Unread(torch.autograd.Function):

@@ -97,8 +97,8 @@ class GatedLinear(Featured):
             W, U, beta = (x.to(wide) for x in (self.W, self.U, self.beta))
             return F.logsigmoid(k.to(wide) @ W.mT @ U.mT + beta[..., None, :]) / self.tau
 
-    def fading(self, k):
-        return self.log_gates(k)[..., 0, :]
+    def fading(self, k, dtype):
+        return self.log_gates(k.to(dtype))[..., 0, :]
 
     def matrix(self, q, k, *, segments=None):
         self._check(q, k, segments=segments)

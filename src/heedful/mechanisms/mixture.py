@@ -188,8 +188,11 @@ class Mixture(Mechanism):
         """Each part with its heads, as rows and columns of the head axes (kv_heads, per group); one row without."""
         width, start = self.heads // (self.kv_heads or 1), 0
         for part, size in self._sized():
-            for rows, columns in _rectangles(start, start + size, width):
-                yield part, rows, columns
+            if self.kv_heads is None:
+                yield part, slice(0, 1), slice(start, start + size)
+            else:
+                for rows, columns in _rectangles(start, start + size, width):
+                    yield part, rows, columns
             start += size
 
     def _runs(self) -> Iterator[tuple[int, int]]:

@@ -79,10 +79,10 @@ def chunked_linear(
     segments: Tensor | None = None,
     state: LinearState | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Linear attention and the state after the last token; the same call as `reference.chunked_linear`."""
-    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
-    if said := objections(q, k, v, **options, segments=segments, state=state):
-        raise ValueError(" ".join(said))
+    """Linear attention and the state after the last token; the same call as `reference.chunked_linear`.
+
+    Inputs are such that `objections` has none: the dispatcher has asked.
+    """
     heads = k.shape[1] if log_decay is None else q.shape[1]
     code = None if segments is None else reference.runs(segments)[0]
     shift_q = shift_k = log_scale = None
@@ -94,7 +94,8 @@ def chunked_linear(
         shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
     with on_device(q):
-        o, S, z = _Linear.apply(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads)
+        inputs = q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads
+        o, S, z = _Linear.apply(*inputs) if _learns(q, k, v, S, z) else _attend(*inputs)[0]
     return o, LinearState(S, z, log_scale)
 
 
@@ -907,52 +908,63 @@ def _fill(plan, slots, at, chunks, S, z):
         slot[..., r * e :] = z
 
 
+def _learns(*tensors: Tensor | None) -> bool:
+    """Whether anything asks for a gradient; where nothing does, autograd's bookkeeping is left out."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _attend(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads):
+    """The three launches: o and the last state; what a backward pass needs; the plan, and whether a state came in."""
+    q, k, v = _packed(q), _packed(k), _packed(v)
+    decay = None if decay is None else decay.float().contiguous()
+    given = S is not None
+    plan = launches.plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
+    B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
+    chunks = plan.chunks_k
+    o = launches.tokens_like((B, H, n, e), q)
+    final = launches.empty((B, heads, plan.slot), q)
+    den, slots, keeps, sums = launches.workspace(
+        (
+            B * H * n * normalise,
+            B * heads * (chunks + 1) * plan.slot,
+            B * heads * chunks,
+            B * heads * launches.over(m, plan.block) * r * normalise * causal,
+        ),
+        q,
+    )
+    if given:
+        _fill(plan, slots, 0, chunks, S, z if normalise else None)
+    sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+
+    def states():
+        grid, tile = launches.parted(plan, "states", "r", heads, chunks)
+        numbers = *_steps(k, v), m, plan.span, chunks, r, e
+        return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=heads, **tile)
+
+    def outputs():
+        grid, tile = launches.parted(plan, "outputs", "e", H, plan.chunks_q)
+        numbers = *_steps(q, k, v, o), n, plan.span, plan.chunks_q, r, e
+        constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given or not causal)
+        return "outputs", _outputs, grid, numbers, {**constants, **tile}
+
+    held = slots if causal else final
+    launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
+    _scan_slots(plan, slots, keeps, final, chunks, given, False)
+    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
+    S = final[..., : r * e].view(B, heads, e, r).mT
+    out = o, S, final[..., r * e :] if normalise else None
+    return out, (q, k, v, o, den, held, sums, decay, code, shift_q, shift_k), plan, given
+
+
 class _Linear(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, den, the state before each chunk and z before each block."""
 
     @staticmethod
-    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads):
-        q, k, v = _packed(q), _packed(k), _packed(v)
-        decay = None if decay is None else decay.float().contiguous()
-        given = S is not None
-        plan = launches.plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
-        B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
-        chunks = plan.chunks_k
-        o = launches.tokens_like((B, H, n, e), q)
-        final = launches.empty((B, heads, plan.slot), q)
-        den, slots, keeps, sums = launches.workspace(
-            (
-                B * H * n * normalise,
-                B * heads * (chunks + 1) * plan.slot,
-                B * heads * chunks,
-                B * heads * launches.over(m, plan.block) * r * normalise * causal,
-            ),
-            q,
-        )
-        if given:
-            _fill(plan, slots, 0, chunks, S, z if normalise else None)
-        sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
-
-        def states():
-            grid, tile = launches.parted(plan, "states", "r", heads, chunks)
-            numbers = *_steps(k, v), m, plan.span, chunks, r, e
-            return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=heads, **tile)
-
-        def outputs():
-            grid, tile = launches.parted(plan, "outputs", "e", H, plan.chunks_q)
-            numbers = *_steps(q, k, v, o), n, plan.span, plan.chunks_q, r, e
-            constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given or not causal)
-            return "outputs", _outputs, grid, numbers, {**constants, **tile}
-
-        held = slots if causal else final
-        launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
-        _scan_slots(plan, slots, keeps, final, chunks, given, False)
-        launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
-        ctx.save_for_backward(q, k, v, o, den, held, sums, decay, code, shift_q, shift_k)
-        ctx.plan, ctx.given = plan, given
+    def forward(ctx, *inputs):
+        out, kept, ctx.plan, ctx.given = _attend(*inputs)
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        S = final[..., : r * e].view(B, heads, e, r).mT
-        return o, S, final[..., r * e :] if normalise else None
+        return out
 
     @staticmethod
     def backward(ctx, do, dS, dz):

@@ -20,7 +20,7 @@ from torch import Tensor
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.fixed_heads import reference
 from heedful.kernels.fixed_heads.reference import KINDS
-from heedful.kernels.launching import INTERPRETED, launch
+from heedful.kernels.launching import INTERPRETED, launch, over, power
 
 BLOCK = 128  # tokens a program holds at once
 SPANS = 256  # sums that a program may have to add up
@@ -47,14 +47,14 @@ def objections(v, kinds: tuple[str, ...], n: int) -> list[str]:
 
 
 def fixed_heads(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor:
-    """The last n rows of A v; the same call as `reference.fixed_heads`."""
-    if said := objections(v, kinds, n):
-        raise ValueError(" ".join(said))
+    """The last n rows of A v; the same call as `reference.fixed_heads`. The dispatcher has asked for objections."""
     batch, m = v.shape[:-2], v.shape[-2]
     heads = batch[-1] if batch else 1
-    x = v.reshape(-1, heads, m, v.shape[-1])
+    x = v if v.ndim == 4 else v.reshape(-1, heads, m, v.shape[-1])
     codes = _codes(kinds if len(kinds) == heads else kinds * heads, v.device)
-    return _FixedHeads.apply(x, codes, n, m, False).reshape(*batch, n, v.shape[-1])
+    learns = torch.is_grad_enabled() and x.requires_grad
+    out = (_FixedHeads.apply if learns else _launch)(x, codes, n, m, False)
+    return out if v.ndim == 4 else out.reshape(*batch, n, v.shape[-1])
 
 
 _CODES: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
@@ -87,12 +87,12 @@ def _launch(x: Tensor, codes: Tensor, n: int, m: int, transposed: bool) -> Tenso
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(B, H, m if transposed else n, e, dtype=x.dtype, device=x.device)
-    E = min(64, max(16, triton.next_power_of_2(e)))
-    blocks = triton.cdiv(m, BLOCK)
-    span = triton.cdiv(blocks, SPANS) * BLOCK  # tokens
-    spans = triton.cdiv(m, span)
+    E = min(64, max(16, power(e)))
+    blocks = over(m, BLOCK)
+    span = over(blocks, SPANS) * BLOCK  # tokens
+    spans = over(m, span)
     sums = torch.empty(B, H, spans, e, dtype=torch.float32, device=x.device)
-    grid = (spans, B * H, triton.cdiv(e, E))
+    grid = (spans, B * H, over(e, E))
     shape = (n, m, e, span, spans, H, *x.stride()[:3])
     constants = dict(TRANSPOSED=transposed, BLOCK=BLOCK, E=E)
     key = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, n, m, transposed)

@@ -6,6 +6,8 @@ the output in registers. That moves 8 r (e + 1) bytes a head, which is the floor
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from heedful.kernels.chunked_linear.reference import LEAST
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.launching import INTERPRETED, launch
+from heedful.kernels.launching import INTERPRETED, launch, over, power
 from heedful.kernels.linear_step import reference
 from heedful.shapes import broadcast_shapes
 
@@ -47,16 +49,18 @@ def linear_step(
     feature: str = "identity",
     fade: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The output of one token and the state after it; the same call as `reference.linear_step`."""
-    options = dict(feature=feature, fade=fade)
-    if said := objections(q, k, v, S, z, log_scale, length, **options):
-        raise ValueError(" ".join(said))
+    """The output of one token and the state after it; the same call as `reference.linear_step`.
+
+    Inputs are such that `objections` has none: the dispatcher has asked.
+    """
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
     r, e = S.shape[-2:]
 
     def rows_of(x: Tensor, tail: int) -> Tensor:
         """One row for each head, in memory of its own where heads share one: a reshape may leave a stride of 0."""
         shape = x.shape[x.ndim - tail :]
+        if x.is_contiguous() and x.shape[: x.ndim - tail] == batch:
+            return x
         return x.expand(*batch, *shape).reshape(-1, *shape).contiguous()
 
     q, k, v, S = (rows_of(x, 2) for x in (q, k, v, S))
@@ -65,13 +69,14 @@ def linear_step(
         log_scale = rows_of(log_scale.masked_fill(length == 0, -torch.inf), 0)
     if fade is not None:
         fade = rows_of(fade.float(), 1)
-    rows = len(S)
-    out = torch.empty(rows, e, dtype=q.dtype, device=q.device)
-    S_new = torch.empty(rows, r, e, dtype=S.dtype, device=S.device)
+    rows = prod(batch)
+    out = torch.empty(*batch, 1, e, dtype=q.dtype, device=q.device)
+    S_new = torch.empty(*batch, r, e, dtype=S.dtype, device=S.device)
     z_new, scale_new = (
-        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (z, log_scale)
+        None if x is None else torch.empty(*batch, *x.shape[x.ndim - tail :], dtype=x.dtype, device=x.device)
+        for x, tail in ((z, 1), (log_scale, 0))
     )
-    R, E = (min(64, max(16, triton.next_power_of_2(x))) for x in (r, e))
+    R, E = (min(64, max(16, power(x))) for x in (r, e))
     given = (q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new)
     pointers = tuple(S if x is None else x for x in given)  # where there is none, one that is not looked at
     constants = dict(FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E)
@@ -83,14 +88,9 @@ def linear_step(
             READY,
             (kinds, q.device, rows, r, e, *constants.values()),
             pointers,
-            lambda: (_step, (rows, triton.cdiv(e, E)), (r, e), constants, {"num_warps": 4}),
+            lambda: (_step, (rows, over(e, E)), (r, e), constants, {"num_warps": 4}),
         )
-    return (
-        out.reshape(*batch, 1, e),
-        S_new.reshape(*batch, r, e),
-        None if z_new is None else z_new.reshape(*batch, r),
-        None if scale_new is None else scale_new.reshape(batch),
-    )
+    return out, S_new, z_new, scale_new
 
 
 @triton.jit
