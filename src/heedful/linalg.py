@@ -16,6 +16,9 @@ rest        the same Lanczos runs are quadrature rules for the eigenvalues of R 
 
 Floor and ceiling hold for whatever U came out: they need it to be orthonormal, not to have converged. All of it is
 about A Aᵀ, so pass A with its shorter side first.
+
+Tall arrays stay where A is. What is small (Gram matrices, Ritz values, bounds) is float64 on the CPU: a GPU would spend
+its time on launches.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 
 from heedful.shapes import Float, Int, Tensor
 
-CHUNK = 4096  # rows that a product is accumulated over in float64 at a time
+CHUNK = {"cpu": 1 << 12, "cuda": 1 << 16}  # rows that a product is accumulated over in float64 at a time
 
 
 class Linear(Protocol):
@@ -53,8 +56,9 @@ def gram(x: Float[Tensor, "*b k n"], y: Float[Tensor, "*b l n"]) -> Float[Tensor
     [[10000.0, 10000.0], [10000.0, 10000.0]]
     """
     total = torch.zeros(*x.shape[:-1], y.shape[-2], dtype=torch.float64, device=x.device)
-    for start in range(0, x.shape[-1], CHUNK):
-        part = slice(start, start + CHUNK)
+    step = CHUNK.get(x.device.type, 1 << 12)
+    for start in range(0, x.shape[-1], step):
+        part = slice(start, start + step)
         total += x[..., part].double() @ y[..., part].double().mT
     return total
 
@@ -66,13 +70,34 @@ def orthonormal(x: Float[Tensor, "*b n p"], basis: Float[Tensor, "*b k n"], gene
     """
     size = x.norm(dim=(-2, -1), keepdim=True)
     x = x - basis.mT @ (basis @ x)
-    q, r = torch.linalg.qr(x)
-    lost = r.diagonal(dim1=-2, dim2=-1).abs()[..., None, :] <= 8 * torch.finfo(x.dtype).eps * size
-    if lost.any():
-        fresh = torch.randn(x.shape[-2:], dtype=x.dtype, device=x.device, generator=generator)
-        q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
-        q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
-    return torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
+    q = None if x.device.type == "cpu" else _by_cholesky(x)
+    if q is None:
+        q, r = torch.linalg.qr(x)
+        lost = r.diagonal(dim1=-2, dim2=-1).abs()[..., None, :] <= 8 * torch.finfo(x.dtype).eps * size
+        if lost.any():
+            fresh = torch.randn(x.shape[-2:], dtype=x.dtype, device=x.device, generator=generator)
+            q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
+            q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
+    q = q - basis.mT @ (basis @ q)
+    again = None if x.device.type == "cpu" else _by_cholesky(q)
+    return torch.linalg.qr(q)[0] if again is None else again
+
+
+def _by_cholesky(x: Float[Tensor, "*b n p"]) -> Tensor | None:
+    """x R⁻¹ with RᵀR = xᵀx: products instead of Householder's many small steps, which a GPU is slow at.
+
+    Orthonormal up to ε times the condition of x, so that a second time it is so up to ε. None where the condition, or
+    a column that is all rounding, forbids it.
+    """
+    inner = gram(x.mT, x.mT).cpu()
+    scales = inner.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
+    factor, failed = torch.linalg.cholesky_ex(inner * scales[..., None] * scales[..., None, :], upper=True)
+    lengths = factor.diagonal(dim1=-2, dim2=-1)
+    if failed.any() or not bool((lengths > 1e-3).all()) or not bool((scales < 1e20).all()):
+        return None
+    identity = torch.eye(x.shape[-1], dtype=torch.float64).expand_as(factor)
+    inverse = scales[..., None] * torch.linalg.solve_triangular(factor, identity, upper=True)
+    return x @ inverse.to(x.device, x.dtype)
 
 
 class Ritz(NamedTuple):
@@ -102,8 +127,8 @@ class Sketch:
         self._basis = torch.empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
         self._image = torch.empty(*batch, self.most, m, dtype=op.dtype, device=op.device)
         self.width = 0
-        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64, device=op.device)
-        self.defect = torch.zeros(batch, dtype=torch.float64, device=op.device)
+        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64)
+        self.defect = torch.zeros(batch, dtype=torch.float64)
         start = torch.randn(m, min(block, self.most), dtype=op.dtype, device=op.device, generator=self.generator)
         self._next = (op @ start).expand(*batch, n, -1)
         self.products = self._next.shape[-1]
@@ -138,10 +163,10 @@ class Sketch:
         self.products += 2 * p
 
     def _extend_gram(self, old: slice, new: slice) -> None:
-        image = gram(self.image, self._image[..., new, :])
+        image = gram(self.image, self._image[..., new, :]).cpu()
         self.gram = torch.cat([torch.cat([self.gram, image[..., old, :]], -1), image.mT], -2)
-        inner = gram(self.basis, self._basis[..., new, :])
-        inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64, device=inner.device)
+        inner = gram(self.basis, self._basis[..., new, :]).cpu()
+        inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64)
         # Frobenius norm of UᵀU − 1: the new columns count twice, as columns and as rows.
         self.defect = (self.defect**2 + 2 * inner.square().sum((-2, -1))).sqrt()
 
@@ -155,7 +180,7 @@ class Sketch:
         squares, vectors = torch.linalg.eigh(self.gram)
         p = self._next.shape[-1]
         # Only the last block has a residual: those before it are in the span of the blocks that they made.
-        left = gram(self._next.mT, self._next.mT)
+        left = gram(self._next.mT, self._next.mT).cpu()
         last = vectors[..., -p:, :]
         leaks = (last * (left @ last)).sum(-2).clamp(min=0).sqrt()
         self._vectors = vectors.flip(-1)
@@ -165,7 +190,7 @@ class Sketch:
         """The first `count` Ritz vectors of what was last solved, as rows; zeros where other heads have more."""
         chosen = torch.arange(self.width, device=count.device) < count[..., None]
         rotation = (self._vectors * chosen[..., None, :])[..., : max(1, int(count.max()))]
-        return rotation.mT.to(self.basis.dtype) @ self.basis
+        return rotation.mT.to(self.basis.device, self.basis.dtype) @ self.basis
 
 
 class Rest(NamedTuple):
@@ -213,8 +238,7 @@ class Probes:
         self.products += self.count
         for _ in range(2):
             y = y - self.basis.mT @ (self.basis @ y)
-            for x in self.path:  # one by one: they stay in the cache, which all of them together do not
-                y = y - x * (x * y).sum(-2, keepdim=True)
+            y = _without(self.path, y)
         length = y.double().norm(dim=-2)
         # Where the start's own space is used up, what is left is rounding: its rule is complete, and stays as it is.
         size = torch.stack(self.diagonal).amax(0).clamp(min=1e-30)
@@ -223,14 +247,24 @@ class Probes:
         self.path.append(torch.where(over[..., None, :], 0, y / length.clamp(min=1e-30).to(y.dtype)[..., None, :]))
 
     def _rules(self) -> Rest:
-        diagonal = torch.stack(self.diagonal, -1)
+        diagonal = torch.stack(self.diagonal, -1).cpu()
         tridiagonal = torch.diag_embed(diagonal)
         if self.beside:
-            edge = torch.stack(self.beside, -1)
+            edge = torch.stack(self.beside, -1).cpu()
             tridiagonal = tridiagonal + torch.diag_embed(edge, 1) + torch.diag_embed(edge, -1)
         nodes, vectors = torch.linalg.eigh(tridiagonal)
         shares = vectors[..., 0, :].square()
         return Rest(nodes.clamp(min=0), shares, nodes.amax((-2, -1)), diagonal.shape[-1], self.width)
+
+
+def _without(path: list[Float[Tensor, "*b n p"]], y: Float[Tensor, "*b n p"]) -> Float[Tensor, "*b n p"]:
+    """y without its part along each vector of the path, column by column."""
+    if y.device.type != "cpu":  # all at once: few launches
+        along = torch.stack(path)
+        return y - (along * (along * y).sum(-2, keepdim=True)).sum(0)
+    for x in path:  # one by one: they stay in the cache, which all of them together do not
+        y = y - x * (x * y).sum(-2, keepdim=True)
+    return y
 
 
 def norm_slack(n: int, probes: int, steps: int, failure: float) -> float:

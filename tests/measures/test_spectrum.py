@@ -386,3 +386,18 @@ def test_a_sketch_stays_orthonormal_when_there_is_nothing_left_to_find():
         sketch.grow()
     assert sketch.width == 50 and sketch.defect < 1e-4
     assert float(sketch.captured) == pytest.approx(2500, rel=1e-5)
+
+
+def test_columns_made_orthonormal_by_their_gram_matrix():
+    x = torch.randn(2, 500, 20, generator=torch.Generator().manual_seed(0))
+    once = linalg._by_cholesky(x)
+    twice = linalg._by_cholesky(once)
+    assert ((twice.mT @ twice - torch.eye(20)).abs() < 1e-5).all()
+    assert torch.allclose(twice @ (twice.mT @ x), x, atol=1e-4)  # the same span
+
+
+def test_columns_that_depend_on_each_other_are_left_to_householder():
+    x = torch.randn(500, 20, generator=torch.Generator().manual_seed(0))
+    for bad in (x.clone(), x.clone(), x * 0):
+        bad[:, 3] = bad[:, 4] * (1 + 1e-7)
+        assert linalg._by_cholesky(bad) is None

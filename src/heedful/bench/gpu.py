@@ -143,13 +143,11 @@ def _decode_cached(setting: Setting, n: int) -> Work:
 
 def _measured_head(setting: Setting, n: int) -> Work:
     """Row statistics, the 64 largest singular values and the effective rank of one head."""
-    from heedful.measures import effective_rank, row_statistics, spectrum
+    from heedful.measures import effective_rank, head_measures
 
     def run(q, k, _):
-        op = Softmax(Causal()).operator(q.float(), k.float())
-        row_statistics(op)
-        spectrum(op, 64)
-        return effective_rank(op, 0.9).estimate
+        found = head_measures(Softmax(Causal()).operator(q.float(), k.float()), 64, tau=0.9)
+        return effective_rank(found.spectrum, 0.9).estimate
 
     return Work(run, setting.draw(n))
 
@@ -227,7 +225,7 @@ def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Journal, say: 
 
 def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: Row) -> Row:
     setting = case.setting(base)
-    found: dict[str, Any] = {"milliseconds": None, "peak_bytes": None, "problem": None}
+    found: dict[str, Any] = {"milliseconds": None, "device_milliseconds": None, "peak_bytes": None, "problem": None}
     if not contender.installed:
         found["problem"] = f"not installed: pip install {contender.package}"
     else:
@@ -260,7 +258,18 @@ def _time(call: Callable[[], object]) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     call()
     peak = torch.cuda.max_memory_allocated() - before
-    return {"milliseconds": do_bench(call, warmup=20, rep=100, return_mode="median"), "peak_bytes": peak}
+    median = do_bench(call, warmup=20, rep=100, return_mode="median")
+    return {"milliseconds": median, "device_milliseconds": _device_time(call), "peak_bytes": peak}
+
+
+def _device_time(call: Callable[[], object], times: int = 5) -> float:
+    """Milliseconds that the card itself works on one call: what is left when the host keeps up."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in seen.key_averages()) / times / 1e3
 
 
 def _floor(case: GpuCase, setting: Setting, which: str, bandwidth: float) -> float | None:
@@ -281,13 +290,15 @@ def _spoken(row: Row) -> str:
 
 
 def gpu_table(rows: list[Row]) -> str:
-    """Milliseconds forward / with backward, the floor's share, peak memory; ✓ where the asked time is reached."""
+    """Milliseconds forward / with backward, what the card works of them, the floor's share, peak memory; ✓ where the
+    asked time is reached.
+    """
     from heedful.bench.tables import columns, wrapped
 
     if not rows:
         return "gpu: nothing was measured."
     head = f"{rows[0]['card']}; torch {rows[0]['torch']}, triton {rows[0]['triton']}, commit {rows[0]['commit']}"
-    body = [["", "forward", "both", "reach", "× floor", "GiB"]]
+    body = [["", "forward", "both", "on the card", "reach", "× floor", "GiB"]]
     works = list(dict.fromkeys((row["work"], row["size"]) for row in rows))
     marks: list[tuple[int, str]] = []
     for work in works:
@@ -295,7 +306,7 @@ def gpu_table(rows: list[Row]) -> str:
         own = [row for row in rows if (row["work"], row["size"]) == work]
         for name in dict.fromkeys(row["contender"] for row in own):
             body.append(_line(name, {row["pass"]: row for row in own if row["contender"] == name}))
-    text = columns(body, "<>>>>>", " ")
+    text = columns(body, "<>>>>>>", " ")
     for at, title in sorted(marks, reverse=True):
         text[at:at] = [title]
     problems = [f"{row['contender']}, {row['work']}: {row['problem']}" for row in rows if row["problem"]]
@@ -315,9 +326,11 @@ def _line(name: str, by: dict[str, Row]) -> list[str]:
         f"{row['milliseconds'] / row['floor']:.1f}" for row in by.values() if row["floor"] and row["milliseconds"]
     ]
     peak = [row["peak_bytes"] for row in by.values() if row["peak_bytes"] is not None]
+    card = [cell(which, "device_milliseconds", ".3f") for which in PASSES if which in by]
     return [
         f"  {name}",
         *times,
+        " / ".join(card),
         f"{mark}{reach}" if asked else "",
         " / ".join(floors),
         f"{max(peak) / 2**30:.2f}" if peak else "–",

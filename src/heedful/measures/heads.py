@@ -63,9 +63,10 @@ def head_measures(
     """
     check_operator(op)
     op = op.float()
-    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device) if pays_to_form(op.shape) else None
+    forms, on_cpu = pays_to_form(op), op.device.type == "cpu"  # a GPU has the rows in one launch, and A in a few
+    dense = torch.zeros(op.shape, dtype=op.dtype) if forms and on_cpu else None
     rows = statistics_into(op, dense)
-    if dense is not None and not _was_left(dense, rows):
+    if forms and (dense is None or not _was_left(dense, rows)):
         dense = op.form()  # a mechanism whose own row_sums leaves no matrix
     energy = rows.frobenius.square()
     found = spectrum(op if dense is None else dense, k, tau=tau, energy=energy, budget=budget, seed=seed)

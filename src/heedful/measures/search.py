@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
+from typing import Any
 
 import torch
 
@@ -28,7 +29,9 @@ from heedful.shapes import Bool, Float, Int, Tensor
 
 EXACT = 512  # shorter side up to which the full decomposition is cheapest
 FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32
+FORMED_ON_GPU = 1 << 27  # there: 512 MiB, a product with which takes less than a launch of anything cleverer
 HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in float32
+GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
 FIRST = 64  # columns before the rest is probed
@@ -212,7 +215,7 @@ def measure(
     _check(op, energy, budget, failure)
     op = op.float() if op.dtype.itemsize < 4 else op  # rounding to 16 bits would drown the small singular values
     *batch, n, m = op.shape
-    if isinstance(op, Tensor) or pays_to_form(op.shape):
+    if isinstance(op, Tensor) or pays_to_form(op):
         dense = op if isinstance(op, Tensor) else op.form()
         if min(n, m) <= EXACT:
             return _exact(dense)
@@ -223,13 +226,15 @@ def measure(
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
-    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, WIDE_BLOCK)
+    block = WIDE_BLOCK if op.device.type == "cpu" else GPU_BLOCK
+    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)
 
 
-def pays_to_form(shape: tuple[int, ...]) -> bool:
+def pays_to_form(op: linalg.Linear) -> bool:
     """Whether these heads are measured from their matrices: each small enough, and all of them together."""
-    *batch, n, m = shape
-    return (min(n, m) <= EXACT or n * m <= FORMED) and prod(batch) * n * m <= HELD
+    *batch, n, m = op.shape
+    most = FORMED if op.device.type == "cpu" else FORMED_ON_GPU
+    return (min(n, m) <= EXACT or n * m <= most) and prod(batch) * n * m <= HELD
 
 
 def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
@@ -282,8 +287,9 @@ def _formed(
     energy = _finite(energy)
     if head.shape[-2] > head.shape[-1]:
         head = head.mT
-    op: linalg.Linear = linalg.Trimmed(head) if head.device.type == "cpu" else head
-    return _iterate(op, energy, goals, budget, failure, seed, BLOCK)
+    if head.device.type != "cpu":
+        return _iterate(head, energy, goals, budget, failure, seed, GPU_BLOCK)
+    return _iterate(linalg.Trimmed(head), energy, goals, budget, failure, seed, BLOCK)
 
 
 def _iterate(
@@ -291,7 +297,7 @@ def _iterate(
 ) -> Profile:
     """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach."""
     least = max(goal.least for goal in goals)
-    search = _Search(op, energy, budget, failure, seed, block, least)
+    search = _Search(op, energy.cpu(), budget, failure, seed, block, least)
     most, check = search.sketch.most, float(least)
     while True:
         search.sketch.grow()
@@ -409,11 +415,15 @@ class _Search:
         )
 
     def finished(self, profile: Profile, stopped: str) -> Profile:
-        """With the best ceilings of single values, which no goal needs on the way."""
+        """Where A is, and with the best ceilings of single values, which no goal needs on the way."""
         assert self.ritz is not None
         residual = (self.energy - self.sketch.captured).clamp(min=0)
         norm = residual if self.norm is None else torch.minimum(self.norm, residual)
-        return replace(profile, ceilings=linalg.ceilings(self.ritz, norm), stopped=stopped)
+        profile = replace(profile, ceilings=linalg.ceilings(self.ritz, norm), stopped=stopped)
+        arrays: dict[str, Any] = {
+            name: value.to(self.op.device) for name, value in vars(profile).items() if isinstance(value, Tensor)
+        }
+        return replace(profile, **arrays)
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:

@@ -74,6 +74,8 @@ class Scored(RecurrentMechanism):
         return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
 
     def formed(self, q, k, *, segments=None):
+        if q.is_cuda:  # tiles spare a CPU's cache; a GPU pays for each of them with launches
+            return self.matrix(q, k, segments=segments)
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         with as_given(q):
             return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))

@@ -53,7 +53,13 @@ CONFIGS = {
         adjoint=Config(64, 32, 8, 2),
         statistics=Config(64, 32, 8, 2),
     ),
-    (64, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 4, 2)),
+    (64, 4): dict(
+        attend=Config(128, 64, 8, 3),
+        queries=Config(64, 32, 4, 2),
+        keys=Config(64, 32, 4, 2),
+        adjoint=Config(128, 64, 4, 1),
+        statistics=Config(64, 32, 4, 2),
+    ),
     (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }

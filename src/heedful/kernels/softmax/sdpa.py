@@ -7,6 +7,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
+from heedful.kernels.dispatch import out_of_reach
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
@@ -62,7 +63,20 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
         why.append("it can't take an empty tensor")
     if q.device.type == "cuda" and q.dtype == torch.float64:
         why.append("in float64 on the GPU it forms the n × m matrix")
+    if q.device.type == "cuda" and q.dtype == torch.float32 and not why and _has_better(q, k, v, rows, pattern, scale):
+        why.append(
+            "in float32 on the GPU it leaves the tensor cores idle; Triton has as many digits from three products"
+        )
     return why
+
+
+def _has_better(q, k, v, rows: SoftmaxRows, pattern: Pattern, scale: float) -> bool:
+    """Whether the Triton kernel would run; only without gradients, whose kernels were not compared."""
+    if out_of_reach(q) or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return False
+    from heedful.kernels.softmax import fused  # imports Triton
+
+    return not fused.objections(q, k, v, rows, pattern, None, scale)
 
 
 def _about_bias(bias: Tensor, pattern: Pattern) -> list[str]:
