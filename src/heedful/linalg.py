@@ -17,8 +17,8 @@ rest        the same Lanczos runs are quadrature rules for the eigenvalues of R 
 Floor and ceiling hold for whatever U came out: they need it to be orthonormal, not to have converged. All of it is
 about A Aᵀ, so pass A with its shorter side first.
 
-Tall arrays stay where A is. What is small (Gram matrices, Ritz values, bounds) is float64 on the CPU: a GPU would spend
-its time on launches.
+Arrays stay where A is; Ritz values and the bounds made from them are float64 on the CPU, since a GPU would spend its
+time on launches.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def _by_cholesky(x: Float[Tensor, "*b n p"]) -> Tensor | None:
     Orthonormal up to ε times the condition of x, so that a second time it is so up to ε. None where the condition, or
     a column that is all rounding, forbids it.
     """
-    inner = gram(x.mT, x.mT).cpu()
+    inner = gram(x.mT, x.mT)
     scales = inner.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
     factor, failed = torch.linalg.cholesky_ex(inner * scales[..., None] * scales[..., None, :], upper=True)
     lengths = factor.diagonal(dim1=-2, dim2=-1)
-    if failed.any() or not bool((lengths > 1e-3).all()) or not bool((scales < 1e20).all()):
+    if not bool(((failed == 0) & (lengths > 1e-3).all(-1) & (scales < 1e20).all(-1)).all()):
         return None
-    identity = torch.eye(x.shape[-1], dtype=torch.float64).expand_as(factor)
+    identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device).expand_as(factor)
     inverse = scales[..., None] * torch.linalg.solve_triangular(factor, identity, upper=True)
-    return x @ inverse.to(x.device, x.dtype)
+    return x @ inverse.to(x.dtype)
 
 
 class Ritz(NamedTuple):
@@ -127,8 +127,8 @@ class Sketch:
         self._basis = torch.empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
         self._image = torch.empty(*batch, self.most, m, dtype=op.dtype, device=op.device)
         self.width = 0
-        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64)
-        self.defect = torch.zeros(batch, dtype=torch.float64)
+        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64, device=op.device)
+        self._defect = torch.zeros(batch, dtype=torch.float64, device=op.device)
         start = torch.randn(m, min(block, self.most), dtype=op.dtype, device=op.device, generator=self.generator)
         self._next = (op @ start).expand(*batch, n, -1)
         self.products = self._next.shape[-1]
@@ -163,34 +163,40 @@ class Sketch:
         self.products += 2 * p
 
     def _extend_gram(self, old: slice, new: slice) -> None:
-        image = gram(self.image, self._image[..., new, :]).cpu()
+        image = gram(self.image, self._image[..., new, :])
         self.gram = torch.cat([torch.cat([self.gram, image[..., old, :]], -1), image.mT], -2)
-        inner = gram(self.basis, self._basis[..., new, :]).cpu()
-        inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64)
+        inner = gram(self.basis, self._basis[..., new, :])
+        inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64, device=inner.device)
         # Frobenius norm of UᵀU − 1: the new columns count twice, as columns and as rows.
-        self.defect = (self.defect**2 + 2 * inner.square().sum((-2, -1))).sqrt()
+        self._defect = self._defect + 2 * inner.square().sum((-2, -1))
 
     @property
     def captured(self) -> Float[Tensor, "*b"]:
         """Σ θ_i² = ‖W‖²."""
-        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1).cpu()
+
+    @property
+    def defect(self) -> Float[Tensor, "*b"]:
+        """‖UᵀU − 1‖: how far U is from orthonormal."""
+        return self._defect.sqrt().cpu()
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
         squares, vectors = torch.linalg.eigh(self.gram)
         p = self._next.shape[-1]
         # Only the last block has a residual: those before it are in the span of the blocks that they made.
-        left = gram(self._next.mT, self._next.mT).cpu()
+        left = gram(self._next.mT, self._next.mT)
         last = vectors[..., -p:, :]
         leaks = (last * (left @ last)).sum(-2).clamp(min=0).sqrt()
         self._vectors = vectors.flip(-1)
-        return Ritz(squares.flip(-1).clamp(min=0), leaks.flip(-1), p)
+        squares, leaks = torch.stack([squares.flip(-1).clamp(min=0), leaks.flip(-1)]).cpu()
+        return Ritz(squares, leaks, p)
 
     def first(self, count: Int[Tensor, "*b"]) -> Float[Tensor, "*b k n"]:
         """The first `count` Ritz vectors of what was last solved, as rows; zeros where other heads have more."""
-        chosen = torch.arange(self.width, device=count.device) < count[..., None]
+        chosen = (torch.arange(self.width) < count[..., None]).to(self._vectors.device)
         rotation = (self._vectors * chosen[..., None, :])[..., : max(1, int(count.max()))]
-        return rotation.mT.to(self.basis.device, self.basis.dtype) @ self.basis
+        return rotation.mT.to(self.basis.dtype) @ self.basis
 
 
 class Rest(NamedTuple):
