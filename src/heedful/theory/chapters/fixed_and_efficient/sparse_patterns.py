@@ -67,8 +67,8 @@ STRIDED_DEF = Claim(
     condition=Text(
         "The second set needs j ≤ i; as written it looks ahead (64 pairs instead of 40 at N = 16, l = 4). The first "
         "one holds l + 1 positions, the token itself and the l before it.",
-        "第二个集合须加上 j ≤ i；照原文字面会看到未来（N = 16、l = 4 时为 64 对而不是 40 对）。第一个集合含 l + 1 个位置："
-        "自身与之前的 l 个。",
+        "第二个集合须加上 j ≤ i；照原文字面会看到未来（N = 16、l = 4 时为 64 对而不是 40 对）。"
+        "第一个集合含 l + 1 个位置：自身与之前的 l 个。",
     ),
 )
 
@@ -174,7 +174,8 @@ TWO_HOP = Claim(
     section="2.3.3",
     kind="exact",
     statement=Text(
-        "Strided attention spreads information globally in two hops: any two positions are connected within two layers.",
+        "Strided attention spreads information globally by two hops: any two positions are connected within two "
+        "layers.",
         "Strided Attention 通过两跳连接实现全局信息传播：任意两个位置在两层内可达。",
     ),
     formula=r"A^{(1)}\circ A^{(2)}\ni(i,j)\ \forall\,i,j",
@@ -183,8 +184,8 @@ TWO_HOP = Claim(
     control=Case("any two positions, N²", lambda n: n * n),
     first="conditional",
     condition=Text(
-        "Only j ≤ i: every position reaches every earlier one, N(N+1)/2 pairs, in either order of the layers, where the "
-        "window spans a stride (l keys). Later positions are out of reach of any number of causal layers.",
+        "Only j ≤ i: every position reaches every earlier one, N(N+1)/2 pairs, in either order of the layers, where "
+        "the window spans a stride (l keys). Later positions are out of reach of any number of causal layers.",
         "仅限 j ≤ i：每个位置可达所有先前位置，共 N(N+1)/2 对，两层的先后顺序不限，只要窗口覆盖一个步长（l 个键）。"
         "因果层无论多少层都到不了之后的位置。",
     ),
@@ -273,8 +274,8 @@ for A in (one, two), (two, one):
         statement=Text(
             "The strided pattern has no hubs: i reaches an earlier j by the stop i − l⌊(i−j)/l⌋, a stride from i and "
             "less than l from j, and almost every position is the stop of some pair. Hubs need a third layer.",
-            "步进模式没有 hub：i 经由中转位置 i − l⌊(i−j)/l⌋ 到达先前的 j，中转到 i 的距离是 l 的倍数、到 j 的距离小于 l；"
-            "几乎每个位置都是某对位置的中转站。用 hub 则需要第三层。",
+            "步进模式没有 hub：i 经由中转位置 i − l⌊(i−j)/l⌋ 到达先前的 j，中转到 i 的距离是 l 的倍数、"
+            "到 j 的距离小于 l；几乎每个位置都是某对位置的中转站。用 hub 则需要第三层。",
         ),
         formula=r"i\ \to\ i-l\left\lfloor\frac{i-j}{l}\right\rfloor\ \to\ j",
         check=joins_by_a_stop,
