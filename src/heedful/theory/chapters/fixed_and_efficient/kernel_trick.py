@@ -16,13 +16,10 @@ from heedful.patterns import Full
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
 from heedful.testing import FlopCounter
+from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import Case, Claim, Evidence, Text, agrees, at_least, at_most, equal, evidence
 
 EPS = torch.finfo(torch.float64).eps
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ── R003-3.1: O(N²d) time and O(N²) space in all
