@@ -61,7 +61,7 @@ def equal_at(ratio: float) -> Evidence:
 
 STANDARD = Claim(
     id="R003-3.1",
-    section="3.1.2",
+    section="3.1",
     kind="complexity",
     statement=Text(
         "Standard attention takes O(Nd²) for the linear projections and in all O(N²d) time and O(N²) space.",
@@ -80,7 +80,7 @@ STANDARD = Claim(
     ),
     corrected=Claim(
         id="R003-3.1*",
-        section="3.1.2",
+        section="3.1",
         kind="complexity",
         statement=Text(
             "A layer takes 4N²d + 8Nd² flops with its output projection; the two terms are equal at N = 2d.",
@@ -187,7 +187,7 @@ SOFTMAX_KERNEL = Claim(
         "Softmax attention uses the exponential kernel: softmax(QKᵀ)V = D⁻¹exp(QKᵀ)V, D diagonal.",
         "Softmax 注意力可以看作使用指数核：softmax(QKᵀ)V = D⁻¹exp(QKᵀ)V，D 是对角归一化矩阵。",
     ),
-    formula=r"\mathrm{softmax}(QK^\top)V=D^{-1}\exp(QK^\top)V,\qquad D=\mathrm{diag}(\exp(QK^\top)\mathbf 1)",
+    formula=r"\mathrm{softmax}(QK^\top)V=D^{-1}\exp(QK^\top)V,\qquad D=\mathrm{diag}(\exp(QK^\top)\mathbf{1})",
     check=softmax_is_scaled_exp,
     case=Case("D from the rows", -1),
     control=Case("D from the columns", -2),
@@ -242,7 +242,7 @@ KERNEL_FEATURES = Claim(
         "The exponential kernel factors: exp(qᵀk) = φ(q)ᵀφ(k) with φ(x) = exp(Ωx − ‖x‖²/2), Ω a random projection.",
         "将指数核分解：exp(qᵀk) = φ(q)ᵀφ(k)，其中 φ(x) = exp(Ωx − ‖x‖²/2)，Ω 是随机投影矩阵。",
     ),
-    formula=r"\exp(q_i^\top k_j)=\phi(q_i)^\top\phi(k_j),\quad \phi(x)=\exp(\Omega x-\frac12\|x\|^2)",
+    formula=r"\exp(q_i^\top k_j)=\phi(q_i)^\top\phi(k_j),\quad \phi(x)=\exp(\Omega x-\frac{1}{2}\|x\|^2)",
     check=features_give_exp,
     case=Case("one draw of 256 features", one_draw),
     control=Case("features xᵖ/√p!, the series of exp", series_of_exp),
@@ -263,7 +263,7 @@ print(torch.exp(q @ k), phi(q) @ phi(k), phi(q) @ phi(k) / m)   # 0.19, 19.1, 0.
             "it, and its matrix has rank at most m.",
             "等式只在对 Ω 取期望、并带因子 1/m 时成立；单次抽取的 m 个特征围绕它波动，其矩阵的秩至多为 m。",
         ),
-        formula=r"\exp(q^\top k)=\mathbb E_\Omega\,\frac1m\,\phi(q)^\top\phi(k)",
+        formula=r"\exp(q^\top k)=\mathbb{E}_{\Omega}\,\frac{1}{m}\,\phi(q)^\top\phi(k)",
         check=mean_gives_exp,
         case=Case("factor 1/m", lambda m: 1 / m),
         control=Case("no factor", lambda m: 1.0),

@@ -29,7 +29,7 @@ def patterns_suffice(_heads: str) -> Evidence:
 
 PATTERNS_SUFFICE = Claim(
     id="R003-4.1",
-    section="4.1.1",
+    section="4.1",
     kind="empirical",
     statement=Text(
         "Simple positional patterns already capture most of the useful information; keeping one learned head helps "
@@ -144,7 +144,7 @@ print(A.min(), A.max(), A.requires_grad)                     # .0148, .0164, Fal
             "对给定的 token，冻结层的注意力权重只是一个点：没有任何可训练参数参与其中。对 one-hot token，"
             "权重都在 e^{±2/√d}/d 之间，几乎均匀。能学习的部分被转移到了 token 表示里。",
         ),
-        formula=r"\frac{e^{-2/\sqrt d}}{d}\le A_{ij}\le\frac{e^{2/\sqrt d}}{d}\quad\mathrm{for}\ X=I_d",
+        formula=r"\frac{e^{-2/\sqrt{d}}}{d}\le A_{ij}\le\frac{e^{2/\sqrt{d}}}{d}\quad\mathrm{for}\ X=I_d",
         check=weights_are_one_point,
         case=Case("Q, K orthogonal and frozen", Orthogonal),
         control=Case("Q, K learned", None),
@@ -263,7 +263,7 @@ print(ratio.mean(), 64 / 768)                                # 0.083, 0.083: onl
             "factor, is an isometry and reduces nothing.",
             "须乘以 √(d/k)：仅有标准正交的行会使长度平方平均缩小为 k/d。方阵 Ω 无需因子，是等距映射，但也不降维。",
         ),
-        formula=r"(1-\epsilon)\|x-y\|^2\le\frac dk\|\Omega x-\Omega y\|^2\le(1+\epsilon)\|x-y\|^2",
+        formula=r"(1-\epsilon)\|x-y\|^2\le\frac{d}{k}\|\Omega x-\Omega y\|^2\le(1+\epsilon)\|x-y\|^2",
         check=distances_are_kept,
         case=Case("times √(d/k)", lambda d, k: sqrt(d / k)),
         control=Case("times d/k", lambda d, k: d / k),

@@ -70,7 +70,7 @@ GRAM_SCHMIDT = Claim(
         "Orthogonal features: draw m vectors from N(0, I_d) and orthogonalise them by Gram–Schmidt; then ΩᵀΩ = I_m.",
         "正交随机特征：从 N(0, I_d) 采样 m 个向量，使用 Gram-Schmidt 正交化，结果 ΩᵀΩ = I_m。",
     ),
-    formula=r"\Omega\in\mathbb R^{m\times d},\qquad \Omega^\top\Omega=I_m",
+    formula=r"\Omega\in\mathbb{R}^{m\times d},\qquad \Omega^\top\Omega=I_m",
     check=product_is_identity,
     case=Case("ΩᵀΩ", lambda omega: omega.mT @ omega),
     control=Case("ΩΩᵀ", lambda omega: omega @ omega.mT),
@@ -204,7 +204,7 @@ for omega in (iid, ort):                                     # x = (1, 0), y = (
             "在 x = (1, 0)、y = (0, 1) 处每对的协方差为 2/e − 1。",
         ),
         formula=r"\mathrm{cov}(f_i,f_j)=e^{-\|x\|^2-\|y\|^2}"
-        r"\left({}_1F_1(d;\frac d2;\frac{\|x+y\|^2}2)-e^{\|x+y\|^2}\right)<0",
+        r"\left({}_1F_1(d;\frac{d}{2};\frac{\|x+y\|^2}{2})-e^{\|x+y\|^2}\right)<0",
         check=covariance_is_negative,
         case=Case("orthogonal rows", rows_of(True)),
         control=Case("independent rows", rows_of(False)),
@@ -249,7 +249,7 @@ ALGORITHM = Claim(
         "FAVOR+ 算法：生成正交随机矩阵 Ω；φ(Q) = exp(QΩᵀ − 0.5‖Q‖²)，φ(K) 同理；S = φ(K)ᵀV，z = Σφ(K)；"
         "O_i = φ(Q_i)ᵀS / (φ(Q_i)ᵀz)。以此近似 softmax 注意力。",
     ),
-    formula=r"O_i=\frac{\phi(Q_i)^\top S}{\phi(Q_i)^\top z},\qquad \phi(x)=\exp(\Omega x-\frac12\|x\|^2)",
+    formula=r"O_i=\frac{\phi(Q_i)^\top S}{\phi(Q_i)^\top z},\qquad \phi(x)=\exp(\Omega x-\frac{1}{2}\|x\|^2)",
     check=comes_near_softmax,
     case=Case("inputs times d^-¼, norms χ_d", None),
     control=Case("inputs as listed", 1.0),
