@@ -83,8 +83,8 @@ def weights_of(layer: nn.Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "n
 
 def fitted(layer: nn.Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "n n"]:
     """The weights after training everything that is trainable so that each token attends to the one before it."""
-    parameters = list(layer.parameters())
-    optimiser = torch.optim.Adam(parameters, lr=0.03)
+    trainable = [*layer.parameters(), *([x] if x.requires_grad else [])]
+    optimiser = torch.optim.Adam(trainable, lr=0.03)
     for _ in range(200):
         loss = -weights_of(layer, x).diagonal(-1).log().mean()
         if not loss.requires_grad:
@@ -102,16 +102,21 @@ def learns_the_previous_token(qk: nn.attention.HeadProjection | None) -> Evidenc
 
 
 def weights_are_one_point(qk: nn.attention.HeadProjection | None) -> Evidence:
-    """The same layer: trainable numbers that its weights depend on, and how far from uniform they get."""
+    """The same layer: trainable numbers that its weights depend on, how far from uniform they get, and trained tokens.
+
+    The last is the way out: embeddings that start one-hot and are trained for the frozen layer.
+    """
     layer, x = layer_with(qk), torch.eye(WIDTH, dtype=torch.float64)
     total = weights_of(layer, x).square().sum()
     readable = [p for p in layer.parameters() if total.requires_grad]
     found = torch.autograd.grad(total, readable, allow_unused=True) if readable else ()
     weights = fitted(layer, x)
+    moved = fitted(layer, x.clone().requires_grad_())
     return evidence(
         equal("trainable numbers the weights depend on", sum(g.numel() for g in found if g is not None), 0),
         at_most("largest weight", weights.max(), exp(2 / sqrt(WIDTH)) / WIDTH),
         at_least("smallest weight", weights.min(), exp(-2 / sqrt(WIDTH)) / WIDTH),
+        at_least("mean weight on the previous token, tokens trained", moved.diagonal(-1).mean(), 0.99),
     )
 
 
@@ -140,9 +145,11 @@ print(A.min(), A.max(), A.requires_grad)                     # .0148, .0164, Fal
         kind="exact",
         statement=Text(
             "For given tokens the weights of a frozen layer are a single point: no trainable number enters them. For "
-            "one-hot tokens they lie within e^{±2/√d}/d, all but uniform. What can be learned moves into the tokens.",
+            "one-hot tokens they lie within e^{±2/√d}/d, all but uniform. What is learned moves into the tokens: "
+            "trained embeddings make the same layer attend to the previous one.",
             "对给定的 token，冻结层的注意力权重只是一个点：没有任何可训练参数参与其中。对 one-hot token，"
-            "权重都在 e^{±2/√d}/d 之间，几乎均匀。能学习的部分被转移到了 token 表示里。",
+            "权重都在 e^{±2/√d}/d 之间，几乎均匀。能学习的部分被转移到了 token 表示里："
+            "训练词嵌入后，同一层可以关注前一个 token。",
         ),
         formula=r"\frac{e^{-2/\sqrt{d}}}{d}\le A_{ij}\le\frac{e^{2/\sqrt{d}}}{d}\quad\mathrm{for}\ X=I_d",
         check=weights_are_one_point,
