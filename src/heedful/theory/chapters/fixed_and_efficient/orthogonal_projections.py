@@ -255,9 +255,12 @@ def lengths_are_kept(k: int) -> Evidence:
 
 
 def scores_keep_their_spread(gain: float) -> Evidence:
-    """The variance of the scores q·k/√64 of heads of width 64 on tokens of unit variance, over 24 heads."""
+    """The variance of the scores q·k/√64 of heads of width 64, over 24 heads, each a draw of its own.
+
+    Tokens are 64 vectors whose entries have mean square 1, as after a normalisation.
+    """
     d, k, heads = 768, 64, 24
-    x = drawn(64, d, seed=1)
+    x = sqrt(d) * torch.nn.functional.normalize(drawn(64, d, seed=1), dim=-1)
     q, key = (
         Orthogonal(d, heads=heads, head_dim=k, seed=seed, gain=gain, dtype=torch.float64)(x)
         .unflatten(-1, (heads, k))
