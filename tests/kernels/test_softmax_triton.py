@@ -152,6 +152,7 @@ CASES = {
     "longformer": (LONGFORMER, dict(batch=(1,), n=63, d=16), None),
     "causal": (h.Causal(), dict(batch=(1,), n=49, d=16), None),
     "more queries than keys": (h.Full(), dict(batch=(1,), n=40, m=17, d=16), None),
+    "few keys, in parts": (h.Full(), dict(batch=(1,), n=200, m=17, d=16), None),
     "after a cache": (h.Window(9, sinks=3), dict(batch=(1,), n=20, m=63, d=16), None),
     "global rows after a cache": (h.Global((0, 1, 2)) | h.Window(4, 4), dict(batch=(1,), n=61, m=63, d=16), None),
     "one query": (h.Window(20), dict(batch=(2,), n=1, m=49, d=16), None),

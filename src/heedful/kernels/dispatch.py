@@ -104,6 +104,11 @@ def on_device(x: Tensor):
     return nullcontext()
 
 
+def asked_for() -> str | None:
+    """The backend that `heedful.backend` asks for, if any."""
+    return _forced
+
+
 @contextmanager
 def _force(name: str | None) -> Iterator[None]:
     global _forced

@@ -64,6 +64,7 @@ CONFIGS = {
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
 PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
+FEW = 8  # times as many queries as keys, for keys to be called few
 PARTS = 64  # and the most of them: one program adds them up
 
 
@@ -148,11 +149,14 @@ class Plan:
         self.strides = *_strides(at.q), *_strides(at.k), *_strides(at.v)
         rows, keys = self.tables(where)
         self.tables_at = *_strides(rows)[:2], *_strides(keys)[:2]
-        self.first_rows, self.first_keys = where.first_rows, where.first_keys
+        self.first_rows = where.first_rows
         self.sinks, self.global_rows = where.reach.sinks, where.reach.heads
         self.D, self.E = (max(NARROWEST, power(x)) for x in (self.d, min(self.e, WIDEST)))
         width = max(self.D, self.E)
         self.configs: dict[str, Config] = CONFIGS[width, q.element_size()]
+        # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
+        few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m
+        self.first_keys = self.m if few and not where.reach.heads else where.first_keys
         self.scales = scale * LOG2E, 1.0 if cap is None else cap * LOG2E
         self.scale = scale
         operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype]
