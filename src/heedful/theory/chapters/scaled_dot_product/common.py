@@ -1,0 +1,89 @@
+"""What several sections use: seeded samples, the scores and a row of softmax from the library, means and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import log
+
+import torch
+from torch import nn
+
+from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.nn import Attention
+from heedful.patterns import Full, Pattern
+from heedful.shapes import Tensor
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def scores(q: Tensor, k: Tensor, scale: float | None = 1.0) -> Tensor:
+    """scale · QKᵀ, unscaled by default; None is the library's own d^-½."""
+    return Quadratic(identity, Full(), scale, normalise=None).matrix(q, k)
+
+
+def softmax_of(x: Tensor) -> Tensor:
+    """softmax(x) by the fast path: one query 1, keys x of width 1, and the unit vectors for values."""
+    one = torch.ones(*x.shape[:-1], 1, 1, dtype=x.dtype)
+    values = torch.eye(x.shape[-1], dtype=x.dtype)
+    return Softmax(Full(), scale=1.0)(one, x[..., None], values.expand(*x.shape[:-1], -1, -1))[..., 0, :]
+
+
+def layer(
+    width: int,
+    seed: int,
+    *,
+    heads: int = 1,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    pattern: Pattern = Full(),  # noqa: B008  (frozen)
+    projection: Callable[[int, int], nn.Module] | None = None,
+) -> Attention:
+    """Softmax attention, full and of one head by default, with seeded weights of variance 1/width."""
+    built = Attention(
+        width,
+        heads,
+        Softmax(pattern),
+        head_dim=head_dim,
+        value_dim=value_dim,
+        projection=projection,
+        dtype=torch.float64,
+    )
+    generator = seeded(seed)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.normal_(0, width**-0.5, generator=generator)
+    return built
+
+
+def project(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a layer with one head."""
+    assert attention.q_proj is not None and attention.k_proj is not None
+    return attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+
+
+def mean_and_error(samples: Tensor) -> tuple[float, float]:
+    """The mean over the first axis, and its standard error."""
+    return float(samples.mean()), float(samples.std() / len(samples) ** 0.5)
+
+
+def variance_and_error(samples: Tensor) -> tuple[float, float]:
+    """The variance, and its standard error √((m₄ − m₂²) / count)."""
+    squares = (samples - samples.mean()).square()
+    return float(samples.var()), float(squares.std() / len(samples) ** 0.5)
+
+
+def exponent(x: Sequence[float], y: Sequence[float] | Tensor) -> float:
+    """The slope of log y against log x by least squares."""
+    a = torch.tensor([log(value) for value in x], dtype=torch.float64)
+    b = torch.as_tensor(y, dtype=torch.float64).log()
+    a = a - a.mean()
+    return float((a * b).sum() / a.square().sum())
