@@ -87,3 +87,11 @@ def exponent(x: Sequence[float], y: Sequence[float] | Tensor) -> float:
     b = torch.as_tensor(y, dtype=torch.float64).log()
     a = a - a.mean()
     return float((a * b).sum() / a.square().sum())
+
+
+def exponent_and_error(x: Sequence[float], y: Sequence[float], errors: Sequence[float]) -> tuple[float, float]:
+    """The same, with the error that independent errors of the y give it."""
+    a = torch.tensor([log(value) for value in x], dtype=torch.float64)
+    a = a - a.mean()
+    relative = torch.tensor(errors, dtype=torch.float64) / torch.tensor(y, dtype=torch.float64)
+    return exponent(x, y), float((a * relative).square().sum().sqrt() / a.square().sum())
