@@ -4,6 +4,7 @@ from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.chapters.scaled_dot_product import (
     complexity,
     definition,
+    gradients,
     masks,
     paradigm,
     projections,
@@ -24,5 +25,6 @@ CHAPTER = Chapter(
         *softmax.CLAIMS,
         *complexity.CLAIMS,
         *masks.CLAIMS,
+        *gradients.CLAIMS,
     ),
 )

@@ -37,6 +37,12 @@ def softmax_of(x: Tensor) -> Tensor:
     return Softmax(Full(), scale=1.0)(one, x[..., None], values.expand(*x.shape[:-1], -1, -1))[..., 0, :]
 
 
+def jacobian_norms(weights: Tensor) -> Tensor:
+    """‖diag(y) − yyᵀ‖_F = √(Σy² − 2Σy³ + (Σy²)²) of each row."""
+    squares = weights.square().sum(-1)
+    return (squares - 2 * weights.pow(3).sum(-1) + squares.square()).clamp(min=0).sqrt()
+
+
 def layer(
     width: int,
     seed: int,

@@ -10,7 +10,14 @@ import torch
 from heedful.mechanisms import Softmax
 from heedful.patterns import Full
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import EPS, mean_and_error, normal, seeded, softmax_of
+from heedful.theory.chapters.scaled_dot_product.common import (
+    EPS,
+    jacobian_norms,
+    mean_and_error,
+    normal,
+    seeded,
+    softmax_of,
+)
 from heedful.theory.claim import (
     Case,
     Claim,
@@ -264,12 +271,6 @@ S5_1_5_SAT = Claim(
 # ── S5.1.5-unscaledgrad: gradients without the factor 1/√d_k
 
 
-def jacobian_norms(weights: Tensor) -> Tensor:
-    """‖diag(y) − yyᵀ‖_F = √(Σy² − 2Σy³ + (Σy²)²) of each row."""
-    squares = weights.square().sum(-1)
-    return (squares - 2 * weights.pow(3).sum(-1) + squares.square()).clamp(min=0).sqrt()
-
-
 def norms_and_gradients(n: int, d: int, scale: float | None, draws: int = 60) -> tuple[Tensor, Tensor]:
     """‖J‖_F of softmax over n keys, and |∂L/∂q| of a random linear loss; one row for each draw of q, k, v."""
     attend = Softmax(Full(), scale)
@@ -299,8 +300,9 @@ def jacobian_against_spread() -> Figure:
     spreads = [0.25 * 2 ** (step / 2) for step in range(17)]
     lines = {}
     for n in (8, 64, 512):
-        x = normal(200, n, seed=n)
-        lines[f"n = {n}"] = (spreads, [float(jacobian_norms(softmax_of(s * x)).mean()) for s in spreads])
+        q, k = torch.ones(200, 1, 1, dtype=torch.float64), normal(200, n, 1, seed=n)
+        norms = [jacobian_norms(Softmax(Full(), scale=s).matrix(q, k)).mean() for s in spreads]
+        lines[f"n = {n}"] = (spreads, [float(norm) for norm in norms])
     title = Text("Mean Jacobian norm of softmax as logits spread", "logits 展宽时 Softmax 雅可比范数的均值")
     return Figure(title, "standard deviation of the logits", "mean ‖J‖_F", lines, log_x=True, log_y=True)
 
