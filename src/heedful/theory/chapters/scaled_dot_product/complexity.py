@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heedful.core import Dims
 from heedful.kernels.dispatch import backend
@@ -19,7 +20,7 @@ from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_most, e
 
 
 class Written(TorchDispatchMode):
-    """Inside this block: how many numbers operations wrote to fresh memory, and the most that one of them did."""
+    """Inside this block: how many numbers operations wrote, and how many the largest tensor among them has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +28,9 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not func.is_view:
-            self.total += out.numel()
-            self.largest = max(self.largest, out.numel())
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not func.is_view]
+        self.total += sum(sizes)
+        self.largest = max([self.largest, *sizes])
         return out
 
 
