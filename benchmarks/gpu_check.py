@@ -1,6 +1,6 @@
 """Every entry of the catalogue on the GPU: right against float64 on the host, and how long it takes.
 
-    python benchmarks/gpu_check.py [--json FILE] [--no-times]
+    python benchmarks/gpu_check.py [NAME …] [--json FILE] [--no-times]
 
 Errors are relative to the float64 definition at n = 1000, in bfloat16 and float32, beside those of the naive dense
 computation in the same precision; times are medians in bfloat16 at B1 H16 N8192 d64, forward and forward + backward.
@@ -22,13 +22,15 @@ import heedful as h
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these entries alone")
     parser.add_argument("--no-times", action="store_true", help="errors alone: some entries take a second a call")
     options = parser.parse_args()
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':22}{'bf16 error':>11}{'naive':>9}{'fp32 error':>12}{'naive':>9}", end="")
     print(f"{'grad bf16':>11}{'ms':>9}{'+ backward':>12}")
-    for name, entry in h.CATALOG.items():
+    for name in options.names or h.CATALOG:
+        entry = h.CATALOG[name]
         try:
             row = {"name": name} | errors(entry) | ({} if options.no_times else times(entry))
         except Exception as error:  # one that breaks must not hide the others
