@@ -37,9 +37,9 @@ def model(name: str, trained: bool = True, seed: int = 0) -> tuple[Any, Any]:
 @cache
 def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[Call, ...]:
     """The attention calls of a model on one passage of prose, layer by layer; heads are the second axis of q."""
+    found, tokenizer = model(name, trained)  # which says where models are missing, before anything is imported
     from heedful import hf
 
-    found, tokenizer = model(name, trained)
     inputs = hf.encode(found, tokenizer, hf.passages()[text], length)
     seen: list[Call] = []
     with torch.no_grad():
