@@ -122,9 +122,10 @@ print({x: labels.count(x) for x in set(labels)})            # 48 of 72 heads fol
         control=Case("an untrained copy of it", untrained),
     ),
     reason=Text(
-        "Decided on a trained sentence encoder. Whether it is so in the translation encoders that the paper looked at "
-        "is for the study raganato, which trains them.",
-        "在一个训练好的句子编码器上判定。论文所考察的翻译编码器是否如此，由训练它们的研究 raganato 判定。",
+        "Decided on a trained sentence encoder. The paper reports it of earlier works; it is not its own result. "
+        "Whether it is so in encoders of translation models is for the study raganato, which trains them.",
+        "在一个训练好的句子编码器上判定。原论文是转述前人的工作，并非其自身结论。翻译模型的编码器是否如此，由训练它们的"
+        "研究 raganato 判定。",
     ),
 )
 
