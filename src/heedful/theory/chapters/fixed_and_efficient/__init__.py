@@ -2,12 +2,18 @@
 
 from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.chapters.fixed_and_efficient import (
+    abstract,
     comparison,
+    fixed_heads,
     kernel_trick,
+    learned_heads,
+    linear,
     orthogonal_attention,
     orthogonal_features,
     orthogonal_projections,
+    random_features,
     sparse_patterns,
+    translation,
 )
 from heedful.theory.claim import Text
 
@@ -16,6 +22,12 @@ CHAPTER = Chapter(
     Text("Fixed patterns and efficient attention", "固定模式与高效注意力"),
     "003_50e5c44f07166b50.txt",
     (
+        *abstract.CLAIMS,
+        *fixed_heads.CLAIMS,
+        *learned_heads.CLAIMS,
+        *translation.CLAIMS,
+        *linear.CLAIMS,
+        *random_features.CLAIMS,
         *sparse_patterns.CLAIMS,
         *kernel_trick.CLAIMS,
         *orthogonal_features.CLAIMS,
