@@ -124,8 +124,8 @@ for length in (24, 128):
             "A minority does, and fewer the longer the text: in MiniLM a third of the heads at 24 tokens, nearly all "
             "of which rest on the first tokens, and a fifth at 128; one head of 72 attends the previous token and one "
             "the next. In an untrained copy none does.",
-            "只有少数头如此，且文本越长越少：MiniLM 在 24 个 token 时约三分之一（几乎都停在开头几个 token 上），128 个时"
-            "约五分之一；72 个头中关注前一个、后一个 token 的各一个。未训练的同结构模型中一个也没有。",
+            "只有少数头如此，且文本越长越少：MiniLM 在 24 个 token 时约三分之一（几乎都停在开头几个 token 上），"
+            "128 个时约五分之一；72 个头中关注前一个、后一个 token 的各一个。未训练的同结构模型中一个也没有。",
         ),
         check=some_are_positional,
         case=Case("MiniLM", of_minilm),
