@@ -6,10 +6,18 @@ import os
 
 import pytest
 
-from heedful.theory.chapters.fixed_and_efficient import abstract, fixed_heads, learned_heads, linear, random_features
+from heedful.theory.chapters.fixed_and_efficient import (
+    abstract,
+    fixed_heads,
+    learned_heads,
+    linear,
+    random_features,
+    translation,
+    variances,
+)
 from heedful.theory.claim import Verdict, decide
 
-FILES = (abstract, fixed_heads, learned_heads, linear, random_features)
+FILES = (abstract, fixed_heads, learned_heads, translation, linear, random_features, variances)
 CLAIMS = {claim.id: claim for file in FILES for claim in file.CLAIMS}
 VERDICTS = {
     "R003-positional": "FAILS",

@@ -14,6 +14,7 @@ from heedful.theory.chapters.fixed_and_efficient import (
     random_features,
     sparse_patterns,
     translation,
+    variances,
 )
 from heedful.theory.claim import Text
 
@@ -28,6 +29,7 @@ CHAPTER = Chapter(
         *translation.CLAIMS,
         *linear.CLAIMS,
         *random_features.CLAIMS,
+        *variances.CLAIMS,
         *sparse_patterns.CLAIMS,
         *kernel_trick.CLAIMS,
         *orthogonal_features.CLAIMS,
