@@ -96,6 +96,7 @@ def test_a_pattern_longer_than_its_keys():
     found = intervals(Reach.of(h.Full()), 9, 5, None, torch.device("cpu"))
     assert (count(found.rows, torch.arange(5), -1) == 1).all()
     assert (count(found.keys, torch.arange(9)[:, None], -2) == 1).all()
+    assert found.first_rows == 0  # a row that sees five keys is not a long one
 
 
 def draw(batch, n, d, *, keys=None, m=None, e=None, dtype=torch.float64, seed=0):

@@ -183,8 +183,9 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
     def linear_logs(self):
         def make():
             W, own = _rows_and_own(self, self.A, torch.float32)
-            Wq, Wk = (_by_head((W @ axes).mT * sqrt(self.scale), 3) for axes in (self.query_axes, self.key_axes))
-            return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, self.key_axes * sqrt(self.scale))
+            axes = [x.float() * sqrt(self.scale) for x in (self.query_axes, self.key_axes)]
+            Wq, Wk = (_by_head((W @ x).mT, 3) for x in axes)
+            return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, axes[1])
 
         return kept(LOGS, (*self.buffers(),), self.scale, make)
 

@@ -157,7 +157,7 @@ def _unsegmented(reach: Reach, n: int, m: int, device: torch.device) -> Interval
     i, j = torch.arange(m - n, m, device=device), torch.arange(m, device=device)
     rows = _of_queries(reach, i, 0, m)
     keys = _of_keys(reach, j, 0, n, m - n)
-    first_rows = min(max(reach.heads - (m - n), 0), n)
+    first_rows = min(max(reach.heads - (m - n), 0), n) if reach.heads else 0
     return Intervals(rows, keys, first_rows, min(reach.sinks, m), False, reach)
 
 
