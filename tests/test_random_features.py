@@ -518,7 +518,7 @@ def test_mistakes_are_named(call, words):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_logs_are_linear_in_float32_whatever_the_module_was_moved_to(dtype):
-    phi = h.FavorSharp(8, 16).double()
+    phi = FavorSharp(8, 16).double()
     phi.calibrate(torch.randn(2, 30, 8).double(), torch.randn(2, 30, 8).double())
     logs = phi.to(dtype).linear_logs()
     assert {x.dtype for x in (logs.query_weight, logs.key_weight, logs.bias, logs.key_axes)} == {torch.float32}
