@@ -286,6 +286,7 @@ def positions_enrich(turn: float) -> Evidence:
             0,
             error=absolute_error,
         ),
+        note="SmolLM2: every fifth layer, weights of four bits",
     )
 
 

@@ -200,6 +200,7 @@ def own_mask_is_best(masks: tuple[Pattern, Pattern]) -> Evidence:
         at_least(
             "digits that ‖A⁻¹‖ gains from N = 16 to 64, causal", digits_of_inverse(64) - digits_of_inverse(16), 10
         ),
+        note="SmolLM2: every fifth layer, weights of four bits",
     )
 
 

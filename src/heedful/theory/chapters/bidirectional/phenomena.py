@@ -69,9 +69,9 @@ REDUNDANT = Claim(
     control=Case("random heads of the same spread, another draw", random_heads),
     first="empirical",
     reason=Text(
-        "Held against random heads of the same spread, since flat rows are alike whatever they attend to. It is not "
-        "special to bidirectional attention: see N004-causal-vs-bidir for SmolLM2.",
-        "以 logits 标准差相同的随机头为基准，因为平坦的行总是彼此相似。这并非双向注意力特有："
+        "Held against random heads of the same spread, since flat rows are alike whatever they attend to (0.99 in an "
+        "untrained copy). It is not special to bidirectional attention: see N004-causal-vs-bidir for SmolLM2.",
+        "以 logits 标准差相同的随机头为基准，因为平坦的行总是彼此相似（未训练的副本为 0.99）。这并非双向注意力特有："
         "因果的 SmolLM2 也一样，见 N004-causal-vs-bidir。",
     ),
 )
@@ -108,9 +108,9 @@ def near_diagonal(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's ρ."""
-    places = torch.stack([x.argsort().argsort(), y.argsort().argsort()]).double()
-    return torch.corrcoef(places)[0, 1]
+    """Spearman's ρ; equal values share their place."""
+    places = [(z[:, None] > z).double().sum(-1) + (z[:, None] == z).double().sum(-1) / 2 for z in (x, y)]
+    return torch.corrcoef(torch.stack(places))[0, 1]
 
 
 @cache
@@ -241,9 +241,9 @@ SVD = Claim(
     first="empirical",
     reason=Text(
         "Trained heads go beyond random ones of the same spread (0.88 of the values below σ₁/10 against 0.54). Part of "
-        "it needs no training: rows sum to one, so σ₁ ≥ 1.",
+        "it needs no training: rows sum to one, so σ₁ ≥ 1; in an untrained copy, whose attention is flat, it is 0.99.",
         "训练好的头明显超过同样标准差的随机头（0.88 对 0.54 的奇异值小于 σ₁/10）；"
-        "其中一部分与训练无关：各行和为 1，故 σ₁ ≥ 1。",
+        "其中一部分与训练无关：各行和为 1，故 σ₁ ≥ 1；未训练的副本注意力平坦，比例高达 0.99。",
     ),
     figure=mean_spectra,
 )
