@@ -179,7 +179,7 @@ LINFORMER = Claim(
         "for detail, as in Linformer.",
         "低秩近似+残差补偿：将注意力矩阵分解为低秩部分（快速计算）和高秩残差部分（捕捉细节），如 Linformer。",
     ),
-    formula=r"A=\underbrace{A_r}_{\mathrm{low\ rank}}+\underbrace{R}_{\mathrm{high\ rank}}",
+    formula=r"A=A_r+R,\quad\operatorname{rank}A_r\le r,\quad\operatorname{rank}R>r",
     check=has_residual,
     case=Case("Linformer", Linformer(64, 8)),
     control=Case("Linformer with an exact window (Long-Short Transformer)", LinformerSparse(64, 8, window=4)),

@@ -128,7 +128,7 @@ EXP_ARBITRARY = Claim(
             "beyond it is too small, and at last below 1/√n.",
             "对 n 个 key，公式 e^{−γ²/2} 只在 γ < √(ln n / 2) 时可用；超过后偏小，最终小于不可能低于的 1/√n。",
         ),
-        formula=r"S\approx e^{-\gamma^2/2}\quad\text{for}\ \gamma<\sqrt{\tfrac12\ln n}",
+        formula=r"S\approx e^{-\gamma^2/2}\quad\text{for}\ \gamma<\sqrt{\frac12\ln n}",
         check=formula_at_512_keys,
         case=Case("γ = 1", 1.0),
         control=Case("γ = 3", 3.0),
