@@ -355,7 +355,8 @@ for tau in (0.9, 0.95):
         "the top 103 hold 90 %, the effective rank is at most 103, not 200. A power law that has the numbers of the "
         "first row is i^−0.65, against the α > 1 of T11.21.",
         "表中没有给出模型、数据和 τ；这里用的是手头的两个模型。第二行与 τ = .9 矛盾："
-        "若前 103 个奇异值占 90%，则有效秩至多 103，而非 200。符合第一行数值的幂律是 i^−0.65，与定理 11.21 的 α > 1 不符。",
+        "若前 103 个奇异值占 90%，则有效秩至多 103，而非 200。符合第一行数值的幂律是 i^−0.65，"
+        "与定理 11.21 的 α > 1 不符。",
     ),
     slow=True,
 )
