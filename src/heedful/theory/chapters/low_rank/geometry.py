@@ -198,7 +198,7 @@ def largest_is(spread: float) -> Evidence:
 
 
 def transition() -> Figure:
-    c = [0.1 * step for step in range(1, 41)]
+    c = [0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0]
     lines = {
         f"N = {n}": (c, [expected_largest(n, x * freezing_spread(n)) for x in c]) for n in (100, 10_000, 1_000_000)
     }
