@@ -215,7 +215,7 @@ T11_24 = Claim(
         "若 q 与 k_1, …, k_N 独立同分布于 N(0, I_d)，则 N → ∞ 时由大数定律，最大项主导 Z = Σ exp(q·k_j/√d)，"
         "注意力权重在最大相似性附近集中。",
     ),
-    formula=r"\max_j e^{q\cdot k_j/\sqrt d}\Big/\sum_j e^{q\cdot k_j/\sqrt d}\to 1",
+    formula=r"\frac{\max_j e^{q\cdot k_j/\sqrt d}}{\sum_j e^{q\cdot k_j/\sqrt d}}\to 1",
     check=largest_dominates,
     case=Case("logits of spread 1", lambda n: 1.0),
     control=Case("logits of spread 4√(2 ln N)", lambda n: 4 * freezing_spread(n)),
