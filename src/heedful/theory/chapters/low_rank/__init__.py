@@ -2,10 +2,13 @@
 
 from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.chapters.low_rank import (
+    compression,
     energies,
+    estimators,
     geometry,
     kernels,
     layers,
+    linformers,
     lora,
     projections,
     softmax_bottleneck,
@@ -23,8 +26,11 @@ CHAPTER = Chapter(
         *softmax_bottleneck.CLAIMS,
         *geometry.CLAIMS,
         *projections.CLAIMS,
+        *linformers.CLAIMS,
         *kernels.CLAIMS,
+        *estimators.CLAIMS,
         *lora.CLAIMS,
         *layers.CLAIMS,
+        *compression.CLAIMS,
     ),
 )

@@ -13,7 +13,7 @@ from heedful.mechanisms import Linear, Quadratic, Softmax, identity
 from heedful.nn import LoRA
 from heedful.patterns import Full
 from heedful.shapes import Tensor
-from heedful.theory.chapters.low_rank.projections import in_pieces, pooled
+from heedful.theory.chapters.low_rank.linformers import in_pieces, pooled
 from heedful.theory.claim import Case, Claim, Evidence, Text, Undecided, at_most, equal, evidence
 
 # ── L11.41: fine-tuning changes attention by a matrix of low effective rank
