@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("transformers") else ["src/heedful/hf/*"]
+NEEDS = {"transformers": ["src/heedful/hf/*"], "polars": ["src/heedful/records.py", "src/heedful/scan*"]}
+
+collect_ignore_glob = [path for package, paths in NEEDS.items() if find_spec(package) is None for path in paths]

@@ -17,9 +17,9 @@ LAYERS = [
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
     {"core", "operator"},
     {"mechanisms"},
-    {"linalg", "measures", "nn", "testing"},
-    {"plan", "engine", "hf", "scan", "studies", "bench", "theory"},
-    {"records", "report", "show"},
+    {"linalg", "measures", "nn", "testing", "records", "report", "engine", "plan"},
+    {"hf", "theory", "scan", "studies", "bench"},
+    {"show"},
     {"cli", "__main__"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
