@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "hf": {"transformers", "huggingface_hub", "accelerate", "peft", "safetensors"},
     "report": {"altair", "polars"},
     "records": {"polars"},
+    "scan": {"polars"},
     "studies": {"polars", "sacrebleu", "tokenizers", "safetensors"},
     "show": {"rich"},
     "cli": {"typer"},

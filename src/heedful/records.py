@@ -256,7 +256,7 @@ def _joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def _foreign(folder: Path) -> list[Path]:
     """What lies in a folder that a scan, killed before its first record, would not have left there."""
-    ours = ("rows", "delta", "thumbnails")
+    ours = ("rows", "delta", "thumbnails", "against")
     return sorted(path for path in folder.iterdir() if path.name not in ours and not path.name.startswith(DRAFT))
 
 

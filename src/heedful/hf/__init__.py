@@ -1,5 +1,8 @@
 """Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 try:
     import transformers  # noqa: F401
 except ModuleNotFoundError as missing:
@@ -14,6 +17,9 @@ from heedful.hf.modules import CheckFailed, Refused, objections
 from heedful.hf.probe import Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
 
+if TYPE_CHECKING:
+    from heedful.scan import scan
+
 __all__ = [
     "PACKAGED",
     "Call",
@@ -27,4 +33,12 @@ __all__ = [
     "objections",
     "passages",
     "probe",
+    "scan",
 ]
+
+
+def __getattr__(name: str):
+    """`scan` is imported when it is first asked for: it takes polars, and itself stands on this package."""
+    if name == "scan":
+        return import_module("heedful.scan").scan
+    raise AttributeError(f"module 'heedful.hf' has no attribute {name!r}")

@@ -76,6 +76,14 @@ class Call:
         """Keys or values for each query head: head h uses group h // (heads / groups)."""
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
+    def part(self, start: int, stop: int) -> Call:
+        """The same call with some of its heads, each with keys and values of its own."""
+        some = slice(start, stop)
+        bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, some]
+        sink = None if self.sink is None else self.sink[some]
+        k, v = self.per_head(self.k)[:, some], self.per_head(self.v)[:, some]
+        return replace(self, q=self.q[:, some], k=k, v=v, bias=bias, sink=sink)
+
     def to(self, dtype: torch.dtype) -> Call:
         """The same call in another precision."""
         bias, sink = (None if x is None else x.to(dtype) for x in (self.bias, self.sink))

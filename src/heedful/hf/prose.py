@@ -38,19 +38,38 @@ def longest(model: nn.Module) -> int | None:
     return min(known) - 2 * shifted  # their positions count from the padding token's id plus one
 
 
-def encode(model: nn.Module, tokenizer: Any, text: str, length: int | None = None) -> dict[str, Tensor]:
+def check_reach(model: nn.Module, length: int, *, beyond: bool = False) -> None:
+    """Refuse more tokens than a model has positions for."""
+    reach = longest(model)
+    if reach is None or length <= reach:
+        return
+    config: Any = getattr(model, "config", None)
+    rotary = getattr(config, "rope_parameters", None) is not None
+    if not rotary:
+        raise Refused(f"length: {length} tokens, expected at most {reach}: the positions of this model end there.")
+    if not beyond:
+        raise Refused(
+            f"length: {length} tokens, expected at most {reach}: this model was trained on no more. Its rotary "
+            "positions go on, and what it does there is measured where asked for (beyond=True, --beyond-positions)."
+        )
+
+
+def encode(
+    model: nn.Module, tokenizer: Any, text: str, length: int | None = None, *, beyond: bool = False
+) -> dict[str, Tensor]:
     """The inputs of one text: its first `length` tokens, special ones included; all that the model reaches by default.
 
     A text of fewer tokens is refused where `length` is given, because what is measured depends on it. A model with a
-    decoder reads the same text on both sides.
+    decoder reads the same text on both sides. `beyond` lets a model with rotary positions read further than it was
+    trained to.
     """
     if tokenizer is None:
         raise Refused("tokenizer: this model came without one; give token ids instead of text.")
     if not text.strip():
         raise Refused("text: empty, expected at least one word.")
     reach = longest(model)
-    if length is not None and reach is not None and length > reach:
-        raise Refused(f"length: {length} tokens, expected at most {reach}: the positions of this model end there.")
+    if length is not None:
+        check_reach(model, length, beyond=beyond)
     cut = length if length is not None else reach
     encoded = tokenizer(text, truncation=cut is not None, max_length=cut, return_tensors="pt")
     ids = encoded["input_ids"]

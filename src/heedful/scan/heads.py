@@ -1,0 +1,207 @@
+"""Everything that a scan records of one head on one text.
+
+One pass over the rows gives sums, weights at offsets and at the first tokens, distances, and leaves the matrices where
+it pays to form them; products with them give the spectra; a second pass the positional patterns. Heads go in groups
+that are small together, one by one where they are not formed.
+
+position share    energy of the nearest matrix that is constant along each offset −8 … 8, and on the first key, and zero
+                  elsewhere:  (Σ_o (Σ_i a_{i,i+o})² / N_o + (Σ_i a_{i,first})² / N_first) / ‖A‖²_F;  a pair that is
+                  both counts for the first key
+distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+
+from heedful.hf.calls import Call
+from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.measures import (
+    Spectrum,
+    decay_exponent,
+    effective_rank,
+    energy_share,
+    entropic_rank,
+    positional_pattern,
+    spectrum,
+    stable_rank,
+)
+from heedful.measures.places import Places
+from heedful.measures.rows import checked_sums, over_rows
+from heedful.measures.search import FORMED, pays_to_form
+from heedful.operator import AttentionOperator
+from heedful.records import OFFSETS
+from heedful.scan.baseline import Baselines, logit_spread
+from heedful.shapes import Tensor
+
+TOGETHER = 1 << 25  # entries of the heads that are formed together: 128 MiB in float32
+REACH = 8  # offsets on either side that count as positional
+FIRST = 4  # tokens that count as the first ones
+CERTIFIED = 0.01  # a singular value is certified where its bounds are so close
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How heads are measured.
+
+    values   singular values to record
+    budget   products to spend on one head's spectrum: more narrows the bounds of high ranks (docs/measures.md)
+    """
+
+    seed: int = 0
+    values: int = 32
+    budget: int = 512
+
+
+def rows_of(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines) -> list[dict[str, Any]]:
+    """The measures of every head of a call on one text, by the names of `records.NUMBERS`."""
+    pairs = call.q.shape[-2] * call.k.shape[-2]
+    step = max(1, TOGETHER // pairs) if pairs <= FORMED else 1
+    groups = [call.part(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
+    found = [row for group in groups for row in _measured(group, tokens, how, baselines)]
+    return [{"head": at, **row} for at, row in enumerate(found)]
+
+
+def _measured(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines) -> list[dict[str, Any]]:
+    op = call.operator().float()
+    places = Places(op.layout)
+    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device) if pays_to_form(op.shape) else None
+    sums = checked_sums(op, _request(op, places, dense))
+    energy = sums.square.double().sum(-1)
+    k = min(how.values, *op.shape[-2:])
+    matrix = op if dense is None else dense
+    found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
+    own = call.kind != "cross"
+    pattern = positional_pattern(op, tokens if own else None)
+    columns = {
+        **_of_spectrum(found),
+        **_of_rows(sums),
+        **_of_places(sums, places, op.shape[-1] if own else None),
+        "label_score": pattern.score,
+    }
+    lists = {name: x[0].tolist() for name, x in columns.items()}
+    rows = [{name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
+    return [
+        {**row, "label": label, **_of_random(call.part(at, at + 1), baselines)}
+        for at, (row, label) in enumerate(zip(rows, pattern.labels[0], strict=True))
+    ]
+
+
+def _request(op: AttentionOperator, places: Places, dense: Tensor | None) -> Request:
+    targets = torch.cat([places.at_offset(range(-REACH, REACH + 1)), places.first(FIRST)], -1)
+    where = op.layout.key_positions[..., None].to(op.dtype) / op.shape[-1]
+    return Request(targets, ((None, 0), (1, None)), where, into=dense)
+
+
+def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
+    r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
+    close = (found.ceilings - found.values <= CERTIFIED * found.values).long().cumprod(-1)
+    k = found.values.shape[-1]
+    power = {"decay": decay_exponent(found, k).exponent} if k >= 4 else {}
+    return power | {
+        **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
+        **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
+        "sigma1": found.values[..., 0],
+        "energy": found.energy,
+        "energy10": energy_share(found, 0.1).estimate,
+        "stable_rank": stable_rank(found).estimate,
+        "entropic_rank": entropic_rank(found).estimate,
+        "sigma": found.values,
+        "sigma_certified": close.sum(-1),
+    }
+
+
+def _of_rows(sums: RowSums) -> dict[str, Tensor]:
+    seeing = sums.mass > 0
+    several = seeing & (sums.count > 1)
+    share = sums.entropy / sums.count.clamp(min=2).double().log()
+    pairs = sums.count.double().sum(-1) * sums.square.double().sum(-1)
+    return {
+        "entropy": over_rows(sums.entropy, seeing),
+        "entropy_share": over_rows(share, several),
+        "concentration": sums.mass.double().sum(-1) / pairs.sqrt(),
+        "largest": over_rows(sums.largest, seeing),
+    }
+
+
+def _of_places(sums: RowSums, places: Places, m: int | None) -> dict[str, Tensor]:
+    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing."""
+    at = sums.at.abs().double()
+    seeing = sums.mass > 0
+    offsets, first = at.split([2 * REACH + 1, FIRST], -1)
+    found = {
+        "sink": over_rows(first[..., 0], seeing & (places.position > 0)),
+        "first": over_rows(first.sum(-1), seeing & (places.position >= FIRST)),
+    }
+    if m is None:
+        return found
+    for offset in OFFSETS:
+        there = places.at_offset([offset])[..., 0] >= 0
+        found[f"offset_{offset}"] = over_rows(offsets[..., offset + REACH], seeing & there)
+    i = places.position.double()
+    mass, dot = sums.band_mass.double(), sums.band_dot[..., 0].double() * m
+    away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])
+    found["distance"] = over_rows(away / sums.mass.clamp(min=torch.finfo(torch.float32).tiny), seeing)
+    return found | {"position_share": _position_share(sums, places, offsets, first, seeing)}
+
+
+def _position_share(sums: RowSums, places: Places, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
+    keys = places.at_offset(range(-REACH, REACH + 1))
+    apart = (keys >= 0) & (keys != places.first(1)) & seeing[..., None]
+    along = torch.where(apart, offsets, 0).sum(-2).square() / apart.sum(-2).clamp(min=1)
+    down = torch.where(seeing, first[..., 0], 0).sum(-1).square() / seeing.sum(-1).clamp(min=1)
+    return (along.sum(-1) + down) / sums.square.double().sum(-1)
+
+
+def _of_random(call: Call, baselines: Baselines) -> dict[str, Any]:
+    (n, width), m = call.q.shape[-2:], call.k.shape[-2]
+    spread = logit_spread(call)
+    base = baselines.of(n, m, call.pattern, width, spread)
+    if base is None:
+        return {"logit_std": _plain(spread)}
+    return {
+        "logit_std": spread,
+        "base_rank90": base.rank90,
+        "base_rank95": base.rank95,
+        "base_energy10": base.energy10,
+        "base_entropy": base.entropy,
+        "base_sigma": list(base.sigma),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Nothing where there is no number."""
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def thumbnail(call: Call, cells: int = 48) -> dict[str, Any]:
+    """The weights of one head as a small picture: means over blocks of queries and keys, by one product.
+
+    Rows of blocks from the top, the largest mean at 255.
+    """
+    op = call.operator().float()
+    n, m = op.shape[-2:]
+    down, across = _blocks(n, cells, op), _blocks(m, cells, op)
+    means = (down.mT @ (op @ across))[0, 0].double().cpu()
+    scale = float(means.max())
+    shown = (means / max(scale, 1e-300) * 255).round().clamp(0, 255).to(torch.uint8)
+    return {
+        "height": shown.shape[0],
+        "width": shown.shape[1],
+        "cells": shown.flatten().tolist(),
+        "scale": scale,
+        "pooling": "none" if max(n, m) <= cells else "mean",
+        "tokens_per_cell": max(n, m) / max(shown.shape),
+    }
+
+
+def _blocks(length: int, cells: int, op: AttentionOperator) -> Tensor:
+    """A column for each block of tokens, with their number's inverse on them."""
+    cells = min(cells, length)
+    block = torch.arange(length, device=op.device) * cells // length
+    member = torch.nn.functional.one_hot(block, cells).to(op.dtype)
+    return member / member.sum(0)

@@ -1,0 +1,288 @@
+"""What a scan found: rows for each text, and tables over texts with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+import torch
+
+from heedful import records
+from heedful.records import NUMBERS, Run
+from heedful.scan.statistics import Mean, bootstrap, exponent
+from heedful.scan.words import summary
+from heedful.shapes import Tensor
+
+Language = Literal["en", "zh"]
+KINDS = ("positional", "sink", "low rank", "content")
+POSITIONAL = frozenset(
+    {"current", "previous", "next", "left", "right", "start", "end", "last", "uniform", "band", "window"}
+)
+"""Labels that tokens have no part in."""
+SINK = 0.5  # mass on the first token from which on a head is one
+LOW = 0.5  # share of the random head's rank below which a head's is low
+
+# A mean's own interval takes the names …_low and …_high; bounds of single measurements get longer ones.
+BOUNDS = {f"rank{tau}_{side}": f"rank{tau}_certified_{side}" for tau in (90, 95) for side in ("low", "high")}
+LISTS = ("sigma", "base_sigma")
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head: its rows in `Scan.table()`, one for each length, its rows for each text, and its picture."""
+
+    layer: int
+    head: int
+    table: pl.DataFrame
+    rows: pl.DataFrame
+    thumbnail: dict[str, Any] | None
+
+    def __repr__(self) -> str:
+        last = self.table.row(-1, named=True)
+        return (
+            f"head {self.head} of layer {self.layer} ({last['name']}): {last['kind_of_head']}, {last['label']}; "
+            f"effective rank (.9) {last['rank90']:.4g} of {last['length']}"
+        )
+
+
+class Scan:
+    """The records of a scan, and what follows from them. `heedful.hf.scan` makes one, `Scan.open` reads one again."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Scan:
+        """The scan in a run folder."""
+        return cls(Run.open(folder))
+
+    @property
+    def folder(self) -> Path:
+        return self._run.folder
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._run.manifest
+
+    @cached_property
+    def rows(self) -> pl.DataFrame:
+        """One row for each text, length, layer and head."""
+        found = self._run.rows()
+        if found.is_empty():
+            raise records.Broken(f"{self.folder}: no records yet. Resume the scan.")
+        return found
+
+    @cached_property
+    def thumbnails(self) -> pl.DataFrame:
+        return self._run.thumbnails()
+
+    @cached_property
+    def against(self) -> Scan | None:
+        """The scan of the model that this one was compared with, on the same texts."""
+        folder = self.folder / "against"
+        return Scan.open(folder) if (folder / "scan.json").exists() else None
+
+    @property
+    def texts(self) -> int:
+        """Texts that were measured."""
+        return self.rows["text"].n_unique()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens, ascending. Texts that were measured whole are one group, under their mean length."""
+        return self.table()["length"].unique().sort().to_list()
+
+    def table(self) -> pl.DataFrame:
+        """One row for each length, layer and head: means over texts, with 95 % intervals in `…_low` and `…_high`.
+
+        Bounds of the single measurements are `rank90_certified_low` and so on, averaged. `label` is the one that most
+        texts give. `kind_of_head` is the first that fits of
+
+            positional   the label is one that tokens have no part in
+            sink         more than half of the mass lies on the first token
+            low rank     rank95, with its whole interval, is below half of the random head's
+            content      all others
+        """
+        return self._table
+
+    @cached_property
+    def _table(self) -> pl.DataFrame:
+        return pl.concat([_group(length, rows) for length, rows in self._groups(self.rows)])
+
+    def _groups(self, rows: pl.DataFrame) -> list[tuple[int, pl.DataFrame]]:
+        if not self.manifest.get("lengths"):
+            per_text = rows.group_by("text").agg(pl.col("length").max())
+            return [(round(float(per_text["length"].mean())), rows)]  # type: ignore[arg-type]
+        return [(length, rows.filter(pl.col("length") == length)) for length in rows["length"].unique().sort()]
+
+    def head(self, layer: int, head: int) -> Head:
+        """Everything about one head."""
+
+        def own(frame: pl.DataFrame) -> pl.DataFrame:
+            return frame.filter((pl.col("layer") == layer) & (pl.col("head") == head))
+
+        table = own(self.table())
+        if table.is_empty():
+            layers = sorted(self.rows["layer"].unique())
+            raise ValueError(
+                f"layer {layer}, head {head}: not in this scan. It has layers {', '.join(map(str, layers))}, with heads "
+                f"from 0 to {self.rows['head'].max()}."
+            )
+        pictures = own(self.thumbnails)
+        return Head(layer, head, table, own(self.rows), None if pictures.is_empty() else pictures.row(0, named=True))
+
+    def growth(self, column: str = "rank90") -> pl.DataFrame:
+        """How a measure grows with length, for each head: α of value ∝ lengthᵅ, with an interval over texts.
+
+        A text's line goes through all of its lengths; texts that lack one are left out.
+        """
+        if column not in NUMBERS:
+            raise ValueError(f"column: {column!r}, expected one of {', '.join(NUMBERS)}.")
+        lengths = sorted(self.manifest.get("lengths", []))
+        if len(lengths) < 2:
+            raise ValueError(f"growth: {len(lengths)} lengths in this scan, expected two or more.")
+        whole = self.rows.group_by("text").agg(pl.col("length").n_unique().alias("count"))
+        rows = self.rows.join(whole.filter(pl.col("count") == len(lengths)).select("text"), on="text")
+        if rows.is_empty():
+            raise ValueError("growth: no text has been measured at every length yet. Resume the scan.")
+        values = _cube(rows.sort("text", "length", "layer", "head"), [column])
+        values = values.reshape(rows["text"].n_unique(), len(lengths), -1)
+        found = exponent(torch.tensor(lengths, dtype=torch.float64), values)
+        keys = rows.select("layer", "head").unique().sort("layer", "head")
+        return keys.with_columns(*_series("exponent", found)).fill_nan(None)
+
+    def mean(self, column: str, length: int | None = None, layers: Callable[[int], bool] | None = None) -> Mean:
+        """The mean of a measure over heads, with its interval over texts; at the longest length by default."""
+        groups = dict(self._groups(self.rows))
+        rows = groups[max(groups) if length is None else length]
+        if layers is not None:
+            rows = rows.filter(pl.col("layer").is_in([x for x in rows["layer"].unique() if layers(x)]))
+        return bootstrap(_cube(rows.sort("text", "layer", "head"), [column])[..., 0].nanmean(1))
+
+    def compare(self, other: Scan) -> pl.DataFrame:
+        """Differences, this scan minus the other on the same texts, with paired intervals: one row for each head.
+
+        Where both were scanned together (`against`), `delta_rank90` and so on are of ΔA = A₁ − A₂ itself, and
+        `delta_relative` is ‖ΔA‖ / ‖A₁‖.
+        """
+        known = {text["id"]: text["sha256"] for text in other.manifest["texts"]}
+        mine = {text["id"]: text["sha256"] for text in self.manifest["texts"]}
+        if not any(known.get(text) == digest for text, digest in mine.items()):
+            raise ValueError("compare: the two scans share no text. Expected the same texts in both.")
+        key = ["text", "length", "layer", "head"]
+        shared = [text for text, digest in mine.items() if known.get(text) == digest]
+        pairs = self.rows.join(other.rows, on=key, suffix="_other").filter(pl.col("text").is_in(shared))
+        if pairs.is_empty():
+            raise ValueError("compare: the two scans share no length, layer and head. Likely cause: other lengths.")
+        apart = pairs.select(
+            *key, "name", *(pl.col(name) - pl.col(f"{name}_other") for name in NUMBERS if name not in BOUNDS)
+        )
+        columns = [name for name in NUMBERS if name not in BOUNDS]
+        table = pl.concat([_means(length, rows, columns) for length, rows in self._groups(apart)])
+        delta = self._run.delta() if self.against is not None and other.folder == self.folder / "against" else None
+        if delta is None or delta.is_empty():
+            return table
+        names = [name for name in records.DELTA if name not in (*key, *BOUNDS)]
+        delta = pl.concat([_means(length, rows, names) for length, rows in self._groups(delta)])
+        delta = delta.drop("texts").rename(lambda name: name if name in key else f"delta_{name}")
+        return table.join(delta, on=["length", "layer", "head"], how="left").sort("length", "layer", "head")
+
+    def words(self, language: Language = "en") -> str:
+        """The answer in a few sentences: what kinds of heads there are, and what could be cheaper."""
+        return summary(self, language)
+
+    def report(self, path: str | Path, *, against: Scan | None = None, language: Language = "en") -> Path:
+        """Write everything to one HTML file (needs `pip install 'heedful[report]'`)."""
+        from importlib import import_module
+
+        write = import_module("heedful.report").write  # by name: what shows records lies above what makes them
+        write(self, path, against=self.against if against is None else against, language=language)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"Scan of {self.manifest['model']} in {self.folder}\n{self.words()}"
+
+    def _repr_html_(self) -> str:
+        shown = self.table().select(
+            *("length", "layer", "head", "kind_of_head", "label", "rank90", "base_rank90", "entropy", "sink", "texts")
+        )
+        head = f"<p><b>Scan of {escape(str(self.manifest['model']))}</b><br>{escape(self.words())}</p>"
+        return head + shown._repr_html_()
+
+
+def _cube(rows: pl.DataFrame, columns: list[str]) -> Tensor:
+    """(texts, heads, columns) in float64, NaN where there is no number; rows sorted by text, then alike in each."""
+    texts = rows["text"].n_unique()
+    flat = torch.tensor(rows.select(pl.col(columns).cast(pl.Float64).fill_null(float("nan"))).to_numpy())
+    if len(flat) % texts:
+        raise records.Broken("rows: texts have different numbers of heads. Likely cause: part files of two scans.")
+    return flat.reshape(texts, -1, len(columns))
+
+
+def _series(name: str, found: Mean, at: int | None = None) -> list[pl.Series]:
+    parts = {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    return [pl.Series(key, (x if at is None else x[:, at]).reshape(-1).numpy()) for key, x in parts.items()]
+
+
+def _means(length: int, rows: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
+    rows = rows.sort("text", "layer", "head")
+    found = bootstrap(_cube(rows, columns))
+    keys = rows.select("layer", "head").unique().sort("layer", "head")
+    made = [series for at, name in enumerate(columns) for series in _series(name, found, at)]
+    return (
+        keys.with_columns(*made)
+        .fill_nan(None)
+        .select(
+            pl.lit(length, dtype=pl.Int64).alias("length"),
+            pl.all(),
+            pl.lit(rows["text"].n_unique()).alias("texts"),
+        )
+    )
+
+
+def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
+    """The table of one length."""
+    rows = rows.rename(BOUNDS).sort("text", "layer", "head")
+    columns = [BOUNDS.get(name, name) for name in NUMBERS]
+    table = _means(length, rows, [*columns, "seconds"])
+    drop = [f"{name}_{side}" for name in (*BOUNDS.values(), "seconds") for side in ("low", "high")]
+    fixed = (
+        rows.sort("label")
+        .group_by("layer", "head")
+        .agg(
+            pl.col("name", "kind", "turn").first(),
+            pl.col("label").mode(maintain_order=True).first(),
+        )
+    )
+    table = table.drop(drop).join(fixed, on=["layer", "head"])
+    for name in LISTS:
+        table = table.join(_mean_lists(rows, name), on=["layer", "head"], how="left")
+    table = table.sort("layer", "head")
+    return table.with_columns(_kind_of_head().alias("kind_of_head"))
+
+
+def _mean_lists(rows: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Lists averaged over texts, entry by entry, as far as the shortest goes; one row for each head that has some."""
+    some = rows.select("layer", "head", pl.col(name)).drop_nulls()
+    width = some[name].list.len().min() or 0
+    entries = some.with_columns(pl.col(name).list.head(width), pl.lit(list(range(width))).alias("at"))
+    means = entries.explode(name, "at").group_by("layer", "head", "at").agg(pl.col(name).mean())
+    return means.sort("layer", "head", "at").group_by("layer", "head", maintain_order=True).agg(name)
+
+
+def _kind_of_head() -> pl.Expr:
+    worst = pl.max_horizontal("rank95", "rank95_high")
+    return (
+        pl.when(pl.col("label").is_in(list(POSITIONAL)))
+        .then(pl.lit("positional"))
+        .when(pl.col("sink") > SINK)
+        .then(pl.lit("sink"))
+        .when(worst < LOW * pl.col("base_rank95"))
+        .then(pl.lit("low rank"))
+        .otherwise(pl.lit("content"))
+    )

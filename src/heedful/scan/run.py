@@ -1,0 +1,302 @@
+"""The scan itself: encode, survey the layers, measure text by text, write each as it comes, stop when it is precise.
+
+The unit of work is one text at one length. Its rows depend on nothing but the model, the inputs and the options, so
+that it does not matter in which process, in which order or after how many kills they were taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import heedful
+from heedful import engine as engines
+from heedful import hf
+from heedful.hf import Refused
+from heedful.records import Run
+from heedful.scan.heads import Measuring
+from heedful.scan.memory import limited
+from heedful.scan.result import Scan
+from heedful.scan.statistics import bootstrap
+from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
+from heedful.scan.work import Result, Worker, survey
+from heedful.shapes import Tensor
+
+DEFAULT_LENGTH = 512
+DEFAULT_TEXTS = 8
+FEWEST = 5  # texts before an interval is trusted to stop a scan
+SURVEYED = 256  # tokens of the run that finds the layers
+
+Progress = Callable[[float, int], None]
+
+
+def scan(
+    model: nn.Module,
+    tokenizer: Any = None,
+    texts: Sequence[Text] | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    precision: float | None = None,
+    against: nn.Module | tuple[nn.Module, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    engine: engines.Engine = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    memory: int | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    values: int = 32,
+    budget: int = 512,
+    beyond: bool = False,
+    name: str | None = None,
+    against_name: str | None = None,
+    titles: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Scan:
+    """Measure every head of every layer of a model on texts. docs/scan.md says what is measured.
+
+    texts       strings; or token ids, or inputs that the model takes (such as {"pixel_values": …}), with tokenizer
+                None. By default passages that come with heedful
+    lengths     tokens of each text that are read, its first ones; a text that has fewer is refused. By default 512 of
+                heedful's passages, and texts that were given whole
+    layers      which attention calls, counted from 0 in the order in which they run; the model stops after the last
+    precision   stop when the 95 % interval of the mean effective rank (.9) is ± this share of it, at every length
+    against     another model, or (model, tokenizer), on the same texts: `Scan.against`, `Scan.compare`
+    out         folder of the records; by default a new one in the system's temporary folder
+    resume      go on with the scan in `out`; texts and lengths may be added
+    engine      "local" or "ray"; with `address` on a cluster that is running, `workers` processes
+    memory      bytes that this process may take in all; None: no limit
+    values      singular values to record for each head
+    budget      products to spend on each head: more narrows the bounds of high ranks
+    beyond      read more tokens than a model with rotary positions was trained on
+    progress    called with (units done, units in all), parts of units included
+    """
+    how = Measuring(seed=seed, values=values, budget=budget)
+    _check(lengths, layers, precision, how)
+    other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
+    device = device or str(next(model.parameters()).device)
+    lengths = tuple(sorted(set(lengths or ())))
+    if texts is None:
+        lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
+        texts = builtin(
+            max(lengths), None if precision is not None else DEFAULT_TEXTS if max(lengths) <= 2048 else None
+        )
+    with limited(memory):
+        model.to(device)
+        readings = read(model, tokenizer, texts, lengths, titles=titles, beyond=beyond)
+        others = None
+        if other is not None:
+            other.to(device)
+            others = read(other, other_tokenizer, texts, lengths, titles=titles, beyond=beyond)
+        found = survey(hf.Probe(model), _short(readings[0], device))
+        chosen = _chosen(layers, len(found))
+        folder = Path(tempfile.mkdtemp(prefix="heedful-scan-")) if out is None else Path(out)
+        about = partial(_manifest, readings=readings, lengths=lengths, layers=layers, how=how, device=device)
+        manifest = about(model, name, found) | {"thumbnail_tokens": _tokens(tokenizer, readings[0])}
+        if other is not None:
+            manifest["options"]["against"] = _fingerprint(other)
+            known = survey(hf.Probe(other), _short((others or readings)[0], device))
+            second = about(other, against_name, known)
+            _chosen(layers, len(known))
+        run = Run.begin(folder, manifest, resume=resume)
+        run_other = None if other is None else Run.begin(folder / "against", second, resume=resume)
+        tick = _Tick(progress, len(readings) * max(1, len(lengths)))
+        units = _Plan(run, readings, others, lengths, precision)
+        tick.done = units.count_done()
+        worker = partial(Worker, model, other, chosen, how, device, _stop(chosen, len(found)))
+        if engine == "local" and progress is not None:
+            worker = partial(worker, tick=tick)
+        for result in engines.run(
+            worker, units.pending(), engine=engine, address=address, workers=workers, gpus=int(device != "cpu")
+        ):
+            _write(result, run, run_other)
+            units.note(result)
+            tick.next()
+            if units.precise():
+                break
+    return Scan(run)
+
+
+def _check(lengths: Sequence[int] | None, layers: Sequence[int] | None, precision: float | None, how: Measuring):
+    for length in lengths or ():
+        if not isinstance(length, int) or length < 2:
+            raise ValueError(f"lengths: {length!r}, expected numbers of tokens, 2 or more.")
+    if layers is not None and (not layers or any(not isinstance(x, int) or x < 0 for x in layers)):
+        raise ValueError(f"layers: {list(layers)}, expected numbers from 0.")
+    if precision is not None and not 0 < precision < 1:
+        raise ValueError(f"precision: {precision}, expected a share of the mean, such as 0.05.")
+    if how.values < 1 or how.budget < 1:
+        raise ValueError(f"values {how.values}, budget {how.budget}: expected 1 or more.")
+
+
+def _chosen(layers: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    if max(layers) >= count:
+        raise Refused(f"layers: {max(layers)}, expected 0 to {count - 1}: this model makes {count} attention calls.")
+    return tuple(sorted(set(layers)))
+
+
+def _stop(chosen: tuple[int, ...] | None, count: int) -> int:
+    """After how many calls a run of the model ends."""
+    return count if chosen is None else max(chosen) + 1
+
+
+def _short(reading: Reading, device: str) -> dict[str, Any]:
+    """The first inputs, cut to what shows the layers; inputs that were given ready stay whole."""
+    inputs = next(iter(reading.inputs.values()))
+    plain = {"input_ids", "attention_mask", "decoder_input_ids"}
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return {name: x[:, :SURVEYED] for name, x in given.items()} if given.keys() <= plain else given
+
+
+def _manifest(
+    model: nn.Module,
+    name: str | None,
+    found: list[dict[str, Any]],
+    *,
+    readings: list[Reading],
+    lengths: tuple[int, ...],
+    layers: Sequence[int] | None,
+    how: Measuring,
+    device: str,
+) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    stored = getattr(config, "_name_or_path", "") or type(model).__name__
+    versions = {package: metadata.version(package) for package in ("torch", "transformers", "polars")}
+    options = {**asdict(how), "layers": None if layers is None else sorted(set(layers))}
+    return {
+        "model": name or stored,
+        "model_type": getattr(config, "model_type", type(model).__name__),
+        "fingerprint": _fingerprint(model),
+        "layers": found,
+        "options": options,
+        "versions": {"heedful": heedful.__version__, "python": platform.python_version(), **versions},
+        "device": device,
+        "lengths": list(lengths),
+        "texts": [reading.described() for reading in readings],
+    }
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Of every weight and of the configuration: another model, or another fine-tuning of it, has another one."""
+    digest = hashlib.sha256(heedful.__version__.encode())
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        kept = {key: x for key, x in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")}
+        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        if weight.numel():
+            digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _tokens(tokenizer: Any, reading: Reading) -> list[str]:
+    """The tokens of the first text at its first length, as text: the labels of the pictures."""
+    ids = next(iter(reading.inputs.values())).get("input_ids")
+    if not isinstance(ids, Tensor):
+        return []
+    listed = ids[0].tolist()
+    return [str(x) for x in listed] if tokenizer is None else [tokenizer.decode([x]) for x in listed]
+
+
+def _write(result: Result, run: Run, other: Run | None) -> None:
+    """The rows of the scan itself come last: where they are, everything is."""
+    unit = result.unit
+    if result.thumbnails:
+        run.write_thumbnails(result.thumbnails)
+    if other is not None:
+        other.write(unit.text, unit.length, result.other)
+        run.write(unit.text, unit.length, result.delta, table="delta")
+    run.write(unit.text, unit.length, result.rows)
+
+
+class _Tick:
+    """Progress in units: whole ones, and the part of the one at hand."""
+
+    def __init__(self, tell: Progress | None, total: int):
+        self.tell, self.total, self.done = tell, total, 0
+
+    def __call__(self, part: float) -> None:
+        if self.tell is not None:
+            self.tell(min(self.done + part, self.total), self.total)
+
+    def next(self) -> None:
+        self.done += 1
+        self(0.0)
+
+
+class _Plan:
+    """Which units are left, and whether those that are done will do."""
+
+    def __init__(
+        self,
+        run: Run,
+        readings: list[Reading],
+        others: list[Reading] | None,
+        lengths: tuple[int, ...],
+        precision: float | None,
+    ):
+        self.readings, self.others, self.precision = readings, others, precision
+        self.lengths = lengths or (0,)
+        self.done = run.done()
+        self.means: dict[tuple[str, int], float] = {}
+        if precision is not None and self.done:
+            rows = run.rows()
+            for (text, length), part in rows.group_by("text", "length"):
+                self.means[str(text), int(length) if lengths else 0] = float(part["rank90"].mean())  # type: ignore
+
+    def units(self) -> Iterator[Unit]:
+        for at, reading in enumerate(self.readings):
+            for length in self.lengths:
+                inputs = reading.inputs[length]
+                other = None if self.others is None else self.others[at].inputs[length]
+                tokens = length or token_count(inputs)
+                yield Unit(reading.id, tokens, inputs, other, first=at == 0 and length == self.lengths[0])
+
+    def count_done(self) -> int:
+        return sum((unit.text, unit.length) in self.done for unit in self.units())
+
+    def pending(self) -> Iterator[Unit]:
+        if self.precise():
+            return
+        yield from (unit for unit in self.units() if (unit.text, unit.length) not in self.done)
+
+    def note(self, result: Result) -> None:
+        ranks = [row["rank90"] for row in result.rows]
+        length = 0 if self.lengths == (0,) else result.unit.length
+        self.means[result.unit.text, length] = sum(ranks) / len(ranks)
+
+    def precise(self) -> bool:
+        """Whether the texts so far, without a gap, give every mean to the precision that was asked for.
+
+        Every number of them is tried, so that a scan which was resumed stops where it would have stopped.
+        """
+        if self.precision is None:
+            return False
+        full = 0
+        while full < len(self.readings) and all((self.readings[full].id, x) in self.means for x in self.lengths):
+            full += 1
+        ids = [reading.id for reading in self.readings[:full]]
+        return any(self._settled(ids[:count]) for count in range(FEWEST, full + 1))
+
+    def _settled(self, ids: list[str]) -> bool:
+        for length in self.lengths:
+            found = bootstrap(torch.tensor([self.means[text, length] for text in ids], dtype=torch.float64)[:, None])
+            if not float(found.half_width) <= self.precision * float(found.mean):  # type: ignore[operator]
+                return False
+        return True

@@ -1,0 +1,196 @@
+"""What a scan reads: texts, token ids or ready inputs, at the lengths that were asked for.
+
+Everything is encoded before anything is measured, so that a text which will not do is told at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heedful import hf
+from heedful.hf import Refused
+from heedful.hf.prose import check_reach
+from heedful.shapes import Tensor
+
+Text = str | Tensor | Mapping[str, Any]
+PASSAGE = 2048  # tokens that each passage that comes with heedful has at least
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One text at one length: what is measured at a time, and written at a time.
+
+    other   the inputs of the model that is compared, where there is one
+    first   whether pictures are taken
+    """
+
+    text: str
+    length: int
+    inputs: dict[str, Any]
+    other: dict[str, Any] | None = None
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text with its inputs at each length; 0 stands for the whole text."""
+
+    id: str
+    title: str
+    sha256: str
+    inputs: dict[int, dict[str, Any]]
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "title": self.title,
+            "sha256": self.sha256,
+            "tokens": max(token_count(inputs) for inputs in self.inputs.values()),
+        }
+
+
+def token_count(inputs: Mapping[str, Any]) -> int:
+    """Tokens of these inputs; 0 where only the model can tell, as with images."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
+        if isinstance(inputs.get(name), Tensor):
+            return inputs[name].shape[1]
+    return 0
+
+
+def builtin(length: int, count: int | None = None) -> list[str]:
+    """Passages that come with heedful, joined where one is too short; none is used twice."""
+    each, stored = -(-length // PASSAGE), hf.passages()
+    joined = ["\n\n".join(stored[at : at + each]) for at in range(0, len(stored) - each + 1, each)]
+    if not joined:
+        raise Refused(
+            f"length: {length} tokens, more than the passages that come with heedful have together "
+            f"({len(hf.passages()) * PASSAGE}). Give texts of your own."
+        )
+    if count is not None and count > len(joined):
+        raise Refused(
+            f"{count} texts of {length} tokens asked for; heedful brings {len(joined)} of that length. Give texts of "
+            "your own, or fewer tokens."
+        )
+    return joined if count is None else joined[:count]
+
+
+def pieces(text: str, length: int, count: int) -> list[str]:
+    """A long text cut into consecutive ones, each long enough for so many tokens of English prose and more."""
+    size = 8 * length
+    cut = [text[at : at + size] for at in range(0, len(text), size)]
+    if len(cut) > 1 and len(cut[-1]) < size:
+        cut.pop()
+    return cut[:count]
+
+
+def read(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[Text],
+    lengths: Sequence[int],
+    *,
+    titles: Sequence[str] | None = None,
+    beyond: bool = False,
+) -> list[Reading]:
+    """Encode every text at every length, or whole where no lengths are given."""
+    if isinstance(texts, str | Tensor | Mapping):
+        raise TypeError(f"texts: a single {type(texts).__name__}, expected a list of them: [text].")
+    if not texts:
+        raise Refused("texts: none, expected at least one.")
+    if titles is not None and len(titles) != len(texts):
+        raise ValueError(f"titles: {len(titles)} for {len(texts)} texts.")
+    found = []
+    for at, text in enumerate(texts):
+        title = titles[at] if titles is not None else _title(text, at)
+        try:
+            inputs = {length: _encoded(model, tokenizer, text, length, beyond) for length in lengths or [0]}
+        except Refused as reason:
+            raise Refused(f"text {at} ({title}): {reason}") from reason
+        found.append(Reading(f"{at:04d}", title, _digest(text), inputs))
+    return found
+
+
+def _title(text: Text, at: int) -> str:
+    return " ".join(text.split())[:48] if isinstance(text, str) and text.strip() else f"input {at}"
+
+
+def _encoded(model: nn.Module, tokenizer: Any, text: Text, length: int, beyond: bool) -> dict[str, Any]:
+    if isinstance(text, str):
+        return _of_string(model, tokenizer, text, length, beyond)
+    if isinstance(text, Tensor):
+        return _of_ids(model, text, length, beyond)
+    return _of_inputs(text, length)
+
+
+def _of_string(model: nn.Module, tokenizer: Any, text: str, length: int, beyond: bool) -> dict[str, Any]:
+    if length:
+        return hf.encode(model, tokenizer, text, length, beyond=beyond)
+    if tokenizer is not None and text.strip():
+        count = len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        try:
+            check_reach(model, count, beyond=beyond)
+        except Refused as reason:
+            raise Refused(f"{reason} Give a length, and the first tokens are read.") from reason
+        return hf.encode(model, tokenizer, text, count, beyond=beyond)
+    return hf.encode(model, tokenizer, text)  # which says what is missing
+
+
+def _of_ids(model: nn.Module, ids: Tensor, length: int, beyond: bool) -> dict[str, Any]:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise Refused(f"{ids.dtype}, expected token ids, which are integers. Likely cause: embeddings.")
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise Refused(f"token ids of shape {tuple(ids.shape)}, expected (n,), one text each.")
+    if not len(ids):
+        raise Refused("no token ids, expected at least one.")
+    if length and len(ids) < length:
+        raise Refused(f"{len(ids)} tokens, expected at least {length}: give more text or a smaller length.")
+    ids = ids[:length] if length else ids
+    check_reach(model, len(ids), beyond=beyond)
+    config: Any = getattr(model, "config", None)
+    known = getattr(config, "vocab_size", None)
+    if isinstance(known, int) and (int(ids.min()) < 0 or int(ids.max()) >= known):
+        raise Refused(f"token ids from {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}.")
+    ids = ids.long()[None].cpu()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(config, "is_encoder_decoder", False):
+        start = ids.new_full((1, 1), config.decoder_start_token_id)
+        inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], -1)
+    return inputs
+
+
+def _of_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
+    if length:
+        raise Refused("ready inputs are measured as they are: give no lengths.")
+    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
+    if not tensors:
+        raise Refused(f"inputs {', '.join(inputs) or '(none)'} without a tensor, expected what the model takes.")
+    sizes = {x.shape[0] for x in tensors if x.ndim}
+    if sizes != {1}:
+        raise Refused(f"a batch of {max(sizes)}, expected one text or image at a time, batch axis 1.")
+    return dict(inputs)
+
+
+def _digest(text: Text) -> str:
+    digest = hashlib.sha256()
+    if isinstance(text, str):
+        digest.update(text.encode())
+    elif isinstance(text, Tensor):
+        digest.update(_bytes(text))
+    else:
+        for name in sorted(text):
+            digest.update(name.encode())
+            value = text[name]
+            digest.update(_bytes(value) if isinstance(value, Tensor) else repr(value).encode())
+    return digest.hexdigest()
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""

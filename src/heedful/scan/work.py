@@ -1,0 +1,206 @@
+"""One worker of a scan: a model, and the rows of one text at one length, a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+import heedful
+from heedful import hf
+from heedful.hf.calls import Call
+from heedful.measures import effective_rank, spectrum
+from heedful.measures.search import FORMED
+from heedful.operator import AttentionOperator
+from heedful.scan.baseline import Baselines
+from heedful.scan.heads import TOGETHER, Measuring, rows_of, thumbnail
+from heedful.scan.texts import Unit
+from heedful.shapes import Tensor
+
+Row = dict[str, Any]
+Tick = Callable[[float], None]
+
+
+@dataclass
+class Result:
+    """What one unit gave: rows of the model, of the one it is compared with, how far they are apart, and pictures."""
+
+    unit: Unit
+    rows: list[Row]
+    other: list[Row]
+    delta: list[Row]
+    thumbnails: list[Row]
+
+
+class Worker:
+    """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
+
+    tick   told which part of the unit is done, after each layer
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        against: nn.Module | None,
+        layers: tuple[int, ...] | None,
+        how: Measuring,
+        device: str,
+        count: int,
+        tick: Tick | None = None,
+    ):
+        self.probe = hf.Probe(model.to(device))
+        self.other = None if against is None else hf.Probe(against.to(device))
+        self.layers, self.how, self.device, self.count, self.tick = layers, how, device, count, tick
+        self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
+
+    def __call__(self, unit: Unit) -> Result:
+        kept: dict[int, Call] = {}
+        pictures: list[Row] = []
+
+        def look(at: int, call: Call) -> None:
+            if self.other is not None:
+                kept[at] = replace(call, v=call.v[..., :0])
+            if unit.first:
+                heads = range(call.heads)
+                pictures.extend({"layer": at, "head": head, **thumbnail(call.part(head, head + 1))} for head in heads)
+
+        rows = self._measure(self.probe, unit, unit.inputs, look)
+        other: list[Row] = []
+        delta: list[Row] = []
+        if self.other is not None:
+            assert unit.other is not None
+            same = _same(unit.inputs, unit.other)
+            energies = {(row["layer"], row["head"]): row["energy"] for row in rows}
+
+            def compare(at: int, call: Call) -> None:
+                mine = kept.pop(at, None)
+                if same and mine is not None and _alike(mine, call):
+                    found = apart(mine, call, self.how)
+                    key = {"text": unit.text, "length": rows[0]["length"], "layer": at}
+                    delta.extend(
+                        {**key, **row, "relative": (row["energy"] / energies[at, row["head"]]) ** 0.5} for row in found
+                    )
+
+            other = self._measure(self.other, unit, unit.other, compare)
+        return Result(unit, rows, other, delta, pictures)
+
+    def _measure(
+        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Callable[[int, Call], None]
+    ) -> list[Row]:
+        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        tokens = given.get("input_ids")
+        rows: list[Row] = []
+        last = None if self.layers is None else max(self.layers)
+        at = -1
+
+        def visit(call: Call) -> None:
+            nonlocal at
+            at += 1
+            if self.layers is None or at in self.layers:
+                start = perf_counter()
+                n, m = call.q.shape[-2], call.k.shape[-2]
+                ids = tokens if tokens is not None and n == m == tokens.shape[-1] else None
+                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines)
+                look(at, call)
+                seconds = (perf_counter() - start) / call.heads
+                rows.extend(self._row(unit, call, at, row, seconds) for row in found)
+            if self.tick is not None:
+                self.tick((at + 1) / self.count)
+            if at == last:
+                raise hf.Enough
+
+        probe(given, visit)
+        return rows
+
+    def _row(self, unit: Unit, call: Call, layer: int, row: Row, seconds: float) -> Row:
+        return {
+            "text": unit.text,
+            "length": unit.length or call.q.shape[-2],
+            "layer": layer,
+            "name": call.name,
+            "kind": call.kind,
+            "turn": call.turn,
+            **row,
+            "seconds": seconds,
+            "seed": self.how.seed,
+            "device": self.device,
+            "version": heedful.__version__,
+        }
+
+
+def survey(probe: hf.Probe, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The attention calls of a model in the order in which they run: what `layer` counts."""
+    found: list[dict[str, Any]] = []
+
+    def visit(call: Call) -> None:
+        found.append(
+            {
+                "layer": len(found),
+                "name": call.name,
+                "kind": call.kind,
+                "heads": call.heads,
+                "kv_heads": call.k.shape[1],
+                "width": call.q.shape[-1],
+            }
+        )
+
+    probe(inputs, visit)
+    return found
+
+
+def apart(one: Call, two: Call, how: Measuring) -> list[Row]:
+    """ΔA = A₁ − A₂ of every head: its norm and effective rank, from products with the two."""
+    pairs = one.q.shape[-2] * one.k.shape[-2]
+    step = max(1, TOGETHER // pairs) if pairs <= FORMED else 1
+    rows: list[Row] = []
+    for at in range(0, one.heads, step):
+        end = min(at + step, one.heads)
+        op = difference(one.part(at, end).operator().float(), two.part(at, end).operator().float())
+        found = spectrum(op, 1, tau=(0.9, 0.95), budget=how.budget, seed=how.seed)
+        r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
+        columns = {
+            **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
+            **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
+            **{"energy": found.energy, "sigma1": found.values[..., 0]},
+        }
+        lists = {name: x[0].tolist() for name, x in columns.items()}
+        rows += [{"head": at + i, **{name: x[i] for name, x in lists.items()}} for i in range(end - at)]
+    return rows
+
+
+def difference(a: AttentionOperator, b: AttentionOperator) -> AttentionOperator:
+    """A − B as a linear map; neither is formed unless the measures choose to.
+
+    >>> import heedful as h
+    >>> q, k = torch.randn(2, 8, 4).unbind()
+    >>> A, B = h.Softmax().operator(q, k), h.Softmax(h.Full()).operator(q, k)
+    >>> D, x = difference(A, B), torch.randn(8, 3)
+    >>> torch.allclose(D @ x, A @ x - B @ x), torch.allclose(D.mT @ x, A.mT @ x - B.mT @ x)
+    (True, True)
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"a {a.shape} and b {b.shape}: expected operators of one shape.")
+    return AttentionOperator(
+        a.shape,
+        a.dtype,
+        a.device,
+        lambda x: a @ x - b @ x,
+        lambda y: a.mT @ y - b.mT @ y,
+        lambda: a.to_dense() - b.to_dense(),
+        layout=a.layout,
+        formed=lambda: a.form() - b.form(),
+    )
+
+
+def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one.keys() == two.keys() and all(
+        torch.equal(x, two[name]) if isinstance(x, Tensor) else True for name, x in one.items()
+    )
+
+
+def _alike(one: Call, two: Call) -> bool:
+    return one.kind == two.kind and one.q.shape[:3] == two.q.shape[:3] and one.k.shape[2] == two.k.shape[2]
