@@ -6,6 +6,7 @@ work that do not know of each other, so that an item whose process was killed is
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -118,6 +119,17 @@ def _answer(ray: Any, answer: Any) -> Any:
         ) from error
 
 
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes before it says that nobody answers."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # "auto", or a name that only Ray understands
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise EngineFailed(f"address {address}: no Ray cluster could be reached there ({error}).") from error
+
+
 @contextmanager
 def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     try:
@@ -127,6 +139,8 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    if address is not None:
+        _check_reachable(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": workers}

@@ -1,0 +1,342 @@
+"""A scan from end to end, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+import tiny
+import torch
+import zoo
+
+import heedful as h
+import heedful.hf as hf
+from heedful.hf import Refused
+from heedful.records import UNTIMED, AnotherScan, Run
+from heedful.scan import Scan, scan
+from heedful.scan.memory import parse
+from heedful.scan.statistics import bootstrap
+from heedful.scan.work import difference
+
+
+def timeless(found: Scan) -> pl.DataFrame:
+    return found.rows.select(UNTIMED)
+
+
+# ---- what comes out
+
+
+def test_every_head_of_every_text_has_a_row_and_the_table_is_over_texts(model, tmp_path):
+    found = scan(model, None, tiny.ids(3, 40), lengths=[16, 32], out=tmp_path / "run")
+    assert len(found.rows) == 3 * 2 * 2 * 4
+    table = found.table()
+    assert len(table) == 2 * 2 * 4 and set(table["texts"]) == {3}
+    row = table.filter((pl.col("length") == 32) & (pl.col("layer") == 1) & (pl.col("head") == 2)).row(0, named=True)
+    own = found.rows.filter((pl.col("length") == 32) & (pl.col("layer") == 1) & (pl.col("head") == 2))
+    assert row["rank90"] == pytest.approx(own["rank90"].mean())
+    assert row["rank90_certified_high"] == pytest.approx(own["rank90_high"].mean())
+    expected = bootstrap(torch.tensor(own["rank90"].to_list(), dtype=torch.float64)[:, None])
+    assert (row["rank90_low"], row["rank90_high"]) == (float(expected.low), float(expected.high))
+    assert row["sigma"][0] == pytest.approx(own["sigma1"].mean(), rel=1e-6)
+    assert row["kind_of_head"] in ("positional", "sink", "low rank", "content")
+    manifest = json.loads((tmp_path / "run" / "scan.json").read_text())
+    assert [layer["name"] for layer in manifest["layers"]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert manifest["layers"][0] | {"name": ""} == {
+        "layer": 0, "name": "", "kind": "causal", "heads": 4, "kv_heads": 2, "width": 8,
+    }  # fmt: skip
+    assert len(found.thumbnails()) == 8 and len(manifest["thumbnail_tokens"]) == 16
+
+
+def test_numbers_do_not_depend_on_the_other_texts(model, tmp_path):
+    texts = tiny.ids(3, 24)
+    together = scan(model, None, texts, out=tmp_path / "all")
+    alone = scan(model, None, [texts[0], texts[2]], out=tmp_path / "some")
+    drop = [name for name in UNTIMED if name not in ("text", "length")]
+    assert (
+        together.rows.filter(pl.col("text") == "0002")
+        .select(drop)
+        .equals(alone.rows.filter(pl.col("text") == "0001").select(drop))
+    )
+
+
+def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
+    made = scan(model, None, tiny.ids(3, 24), out=tmp_path / "run", name="<tiny>")
+    found = Scan.open(tmp_path / "run")
+    assert timeless(found).equals(timeless(made))
+    assert found.words().startswith("8 heads in 2 layers, measured on 3 texts of 24 tokens.")
+    assert found.words("zh").startswith("共 2 层 8 个注意力头，在 3 篇 24 个词元的文本上测得。")
+    with pytest.raises(ValueError, match="expected one of en, zh"):
+        found.words("de")
+    assert "&lt;tiny&gt;" in found._repr_html_() and "<tiny>" not in found._repr_html_()
+    head = found.head(1, 3)
+    assert len(head.rows) == 3 and len(head.table) == 1 and head.thumbnail["width"] == 24
+    assert repr(head).startswith("head 3 of layer 1 (model.layers.1.self_attn)")
+    with pytest.raises(ValueError, match="layers 0, 1, with heads from 0 to 3"):
+        found.head(2, 0)
+
+
+def test_growth_is_the_slope_over_the_lengths_of_each_text(model, tmp_path):
+    found = scan(model, None, tiny.ids(2, 32), lengths=[8, 16, 32], out=tmp_path / "run")
+    growth = found.growth()
+    x = torch.tensor([8.0, 16.0, 32.0]).log()
+    slopes = []
+    for text in ("0000", "0001"):
+        rows = found.rows.filter((pl.col("text") == text) & (pl.col("layer") == 0) & (pl.col("head") == 1))
+        y = torch.tensor(rows.sort("length")["rank90"].to_list()).log()
+        slopes.append(float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()))
+    row = growth.filter((pl.col("layer") == 0) & (pl.col("head") == 1)).row(0, named=True)
+    assert row["exponent"] == pytest.approx(sum(slopes) / 2, rel=1e-5)
+    assert row["exponent_low"] <= row["exponent"] <= row["exponent_high"]
+    with pytest.raises(ValueError, match="1 lengths in this scan"):
+        scan(model, None, tiny.ids(1, 32), lengths=[8], out=tmp_path / "one").growth()
+
+
+def test_chosen_layers_are_those_of_the_whole_scan_and_the_model_stops_there(model, tmp_path):
+    texts = tiny.ids(1, 24)
+    whole = scan(model, None, texts, out=tmp_path / "whole")
+    ran = []
+    hook = model.model.layers[1].register_forward_hook(lambda *_: ran.append(1))
+    try:
+        first = scan(model, None, texts, layers=[0], out=tmp_path / "first", progress=lambda done, total: None)
+    finally:
+        hook.remove()
+    assert timeless(first).equals(timeless(whole).filter(pl.col("layer") == 0))
+    assert len(ran) == 5  # the survey and the two runs of its check, the two of the worker's check, and no more
+    with pytest.raises(Refused, match="this model makes 2 attention calls"):
+        scan(model, None, texts, layers=[2], out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", ["bart", "vit"])
+def test_models_with_two_sequences_or_images_are_scanned(name, tmp_path):
+    species = tiny.species(name)
+    inputs = zoo.texts(species, batch=1)
+    found = scan(zoo.grow(species), None, [inputs, inputs], out=tmp_path / "run")
+    calls: list[hf.Call] = []
+    hf.probe(zoo.grow(species), inputs, calls.append)
+    assert found.rows["layer"].n_unique() == len(calls)
+    kinds = found.table().group_by("layer").agg(pl.col("kind").first()).sort("layer")["kind"].to_list()
+    assert kinds == [call.kind for call in calls]
+    assert set(found.rows["length"]) == {calls[0].q.shape[-2]}
+
+
+def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_path):
+    found = scan(model, tiny.tokenizer(), [tiny.prose(20), tiny.prose(30, seed=1)], out=tmp_path / "run")
+    assert found.lengths == [25] and set(found.table()["texts"]) == {2}
+    assert sorted(part.stem for part in (tmp_path / "run" / "rows").iterdir()) == ["0000-20", "0001-30"]
+
+
+# ---- precision
+
+
+def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
+    texts = tiny.ids(12, 24)
+    loose = scan(model, None, texts, lengths=[24], precision=0.5, out=tmp_path / "loose")
+    assert loose.texts == 5
+    strict = scan(model, None, texts, lengths=[24], precision=1e-6, out=tmp_path / "strict")
+    assert strict.texts == 12
+    found = strict.mean("rank90")
+    wanted = float(found.half_width / found.mean) * 1.2
+    some = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some")
+    reached = some.mean("rank90")
+    assert 5 <= some.texts <= 12 and float(reached.half_width / reached.mean) <= wanted
+    again = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some", resume=True)
+    assert again.texts == some.texts
+
+
+# ---- two models
+
+
+def test_a_model_against_itself_differs_by_nothing(model, tmp_path):
+    found = scan(model, None, tiny.ids(2, 24), against=tiny.llama(), out=tmp_path / "run")
+    assert timeless(found).equals(timeless(found.against))
+    table = found.compare(found.against)
+    assert set(table["rank90"]) == {0.0} and set(table["delta_energy"]) == {0.0} and set(table["delta_rank90"]) == {0.0}
+
+
+def test_two_models_are_compared_text_by_text(model, tmp_path):
+    other = tiny.llama(seed=3)
+    texts = tiny.ids(3, 24)
+    found = scan(model, None, texts, against=other, out=tmp_path / "run")
+    table = found.compare(found.against)
+    assert len(table) == 8
+    one, two = ([], [])
+    hf.probe(model, {"input_ids": texts[1][None]}, one.append)
+    hf.probe(other, {"input_ids": texts[1][None]}, two.append)
+    gap = one[1].operator().to_dense()[0, 2].double() - two[1].operator().to_dense()[0, 2].double()
+    row = Run.open(tmp_path / "run").delta().filter(
+        (pl.col("text") == "0001") & (pl.col("layer") == 1) & (pl.col("head") == 2)
+    ).row(0, named=True)  # fmt: skip
+    sums = torch.linalg.svdvals(gap).square().cumsum(0)
+    assert row["rank90"] == int((sums < 0.9 * sums[-1]).sum()) + 1
+    assert row["energy"] == pytest.approx(float(gap.square().sum()), rel=1e-4)
+    assert row["relative"] == pytest.approx(float(gap.norm() / one[1].operator().to_dense()[0, 2].norm()), rel=1e-4)
+    apart = found.rows["rank90"].to_numpy() - found.against.rows["rank90"].to_numpy()
+    assert table["rank90"].to_list() == pytest.approx(apart.reshape(3, -1).mean(0).tolist())
+    with pytest.raises(ValueError, match="share no text"):
+        found.compare(scan(model, None, tiny.ids(1, 24, seed=9), out=tmp_path / "other"))
+
+
+def test_a_difference_is_an_operator():
+    q, k = torch.randn(2, 3, 20, 4, dtype=torch.float64).unbind()
+    a, b = h.Softmax(h.Causal()).operator(q, k), h.Softmax(h.Full()).operator(q, k)
+    gap, x = difference(a, b), torch.randn(20, 2, dtype=torch.float64)
+    dense = a.to_dense() - b.to_dense()
+    torch.testing.assert_close(gap @ x, dense @ x)
+    torch.testing.assert_close(gap.mT @ x, dense.mT @ x)
+    torch.testing.assert_close(h.row_statistics(gap).square, dense.square().sum(-1))
+    with pytest.raises(ValueError, match="one shape"):
+        difference(a, h.Softmax().operator(q[0], k[0]))
+
+
+# ---- interrupted
+
+
+def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
+    texts = tiny.ids(4, 24)
+    whole = scan(model, None, texts, out=tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+
+    def interrupt(done: float, total: int) -> None:
+        if done > 2.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scan(model, None, texts, out=stopped, progress=interrupt)
+    assert len(list((stopped / "rows").iterdir())) == 2
+    kept = (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns
+    with pytest.raises(AnotherScan, match="holds a scan already"):
+        scan(model, None, texts, out=stopped)
+    with pytest.raises(AnotherScan, match="seed was 0, not 1"):
+        scan(model, None, texts, out=stopped, resume=True, seed=1)
+    with pytest.raises(AnotherScan, match="the weights or the version of heedful are others"):
+        scan(tiny.llama(seed=3), None, texts, out=stopped, resume=True)
+    resumed = scan(model, None, texts, out=stopped, resume=True)
+    assert timeless(resumed).equals(timeless(whole))
+    assert (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns == kept
+
+
+def _scan_in_a_process(folder: str, log: str) -> None:
+    """Every unit that is begun leaves a line in the log."""
+    from heedful.scan import work
+
+    torch.set_num_threads(1)
+    begin = work.Worker.__call__
+
+    def logged(self, unit):
+        with open(log, "a") as file:
+            file.write(f"{unit.text}-{unit.length}\n")
+        return begin(self, unit)
+
+    work.Worker.__call__ = logged
+    scan(tiny.llama(), None, tiny.ids(6, 24), lengths=[16, 24], out=folder, resume=True)
+
+
+def test_kills_at_random_moments_lose_nothing(model, tmp_path):
+    """SIGKILL, three times, at moments spread over the run; the records are those of a run without, bit for bit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "heedful.scan", "transformers.models.llama.modeling_llama"])
+    whole = scan(model, None, tiny.ids(6, 24), lengths=[16, 24], out=tmp_path / "whole")
+    run, log = tmp_path / "killed", tmp_path / "begun"
+    log.touch()
+    draw = random.Random(0)
+    kills = 0
+    for _ in range(3):
+        child = context.Process(target=_scan_in_a_process, args=(str(run), str(log)))
+        child.start()
+        seen = len(log.read_text().splitlines())
+        target = seen + draw.randint(1, 3)
+        deadline = time.monotonic() + 120
+        while child.is_alive() and len(log.read_text().splitlines()) < target and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.05)
+        child.kill()
+        child.join()
+        kills += child.exitcode == -9
+    assert kills == 3
+    last = context.Process(target=_scan_in_a_process, args=(str(run), str(log)))
+    last.start()
+    last.join()
+    assert last.exitcode == 0
+    assert timeless(Scan.open(run)).equals(timeless(whole))
+    assert Scan.open(run).thumbnails().equals(whole.thumbnails())
+    assert len(log.read_text().splitlines()) <= 12 + kills
+    assert not [path for path in run.rglob("*") if path.name.startswith(".draft")]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "said"),
+    [
+        ([""], {}, "text: empty"),
+        ([], {}, "texts: none"),
+        ([tiny.prose(20), " "], {}, r"text 1 \(input 1\): text: empty"),
+        ([tiny.prose(20)], {"lengths": [32]}, "20 tokens, expected at least 32"),
+        ([tiny.prose(80)], {}, "80 tokens, expected at most 64.*Give a length"),
+        ([tiny.prose(80)], {"lengths": [80]}, "80 tokens, expected at most 64"),
+        ([torch.tensor([1, 2, 99])], {}, "token ids from 1 to 99, expected 0 to 60"),
+        ([torch.tensor([0.5])], {}, "expected token ids, which are integers"),
+        ([torch.tensor([], dtype=torch.long)], {}, "no token ids"),
+        ([torch.ones(2, 3, dtype=torch.long)], {}, "expected \\(n,\\), one text each"),
+        ([{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "a batch of 2, expected one text"),
+        ([{"input_ids": torch.ones(1, 3, dtype=torch.long)}], {"lengths": [3]}, "give no lengths"),
+        ([{}], {}, "without a tensor"),
+        (["w1 w2"], {"lengths": [1]}, "expected numbers of tokens, 2 or more"),
+        (["w1 w2"], {"layers": []}, "expected numbers from 0"),
+        (["w1 w2"], {"precision": 5.0}, "expected a share of the mean"),
+        (["w1 w2"], {"engine": "spark"}, "expected one of local, ray"),
+        (["w1 w2"], {"address": "auto"}, "engine='ray'"),
+    ],
+)
+def test_what_will_not_do_is_told_before_anything_is_measured(model, tmp_path, texts, options, said):
+    with pytest.raises(ValueError, match=said):
+        scan(model, tiny.tokenizer(), texts, out=tmp_path / "run", **options)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_one_text_is_not_a_list_of_letters(model):
+    with pytest.raises(TypeError, match=r"expected a list of them: \[text\]"):
+        scan(model, tiny.tokenizer(), "w1 w2 w3")
+
+
+def test_rotary_models_read_beyond_their_positions_where_asked_to(model, tmp_path):
+    found = scan(model, tiny.tokenizer(), [tiny.prose(80)], beyond=True, out=tmp_path / "run")
+    assert found.lengths == [80]
+
+
+def test_passages_that_come_with_heedful_are_joined_and_never_used_twice():
+    from heedful.scan.texts import builtin, pieces
+
+    assert len(builtin(512)) == 24 and len(builtin(4096)) == 12 and len(builtin(32768)) == 1
+    assert builtin(4096)[0].startswith(hf.passages()[0]) and builtin(4096)[1].startswith(hf.passages()[2])
+    with pytest.raises(Refused, match="heedful brings 12 of that length"):
+        builtin(4096, 13)
+    with pytest.raises(Refused, match="Give texts of your own"):
+        builtin(100_000)
+    assert [len(part) for part in pieces("x" * 1000, 30, 9)] == [240] * 4
+
+
+def test_a_bound_on_memory_is_kept_and_told(model, tmp_path):
+    assert parse("1.5G") == 3 * 2**29 and parse("512 MiB") == 2**29
+    with pytest.raises(ValueError, match="expected a size such as 4G"):
+        parse("much")
+    with pytest.raises(Refused, match="which the model and torch take already"):
+        scan(model, None, tiny.ids(1, 24), memory=2**20, out=tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux bounds what a process takes")
+def test_memory_that_does_not_do_is_told_in_a_sentence():
+    from heedful.scan.memory import limited
+
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    with pytest.raises(MemoryError, match="did not do"), limited(resident + 2**28):
+        torch.zeros(2**30)
+    torch.zeros(2**20)  # the limit is gone
