@@ -353,6 +353,8 @@ def _told() -> Iterator[None]:
     """What goes wrong in a scan, as a sentence; what the user gave has exit code 2, what the system refused 1."""
     try:
         yield
+    except typer.Exit:  # said already
+        raise
     except KeyboardInterrupt:
         _fail("stopped. What was measured is kept: --resume goes on.", code=130)
     except ModuleNotFoundError as missing:

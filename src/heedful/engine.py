@@ -25,6 +25,17 @@ class EngineFailed(RuntimeError):
     """The cluster can't be had, or an item's workers died again and again."""
 
 
+def check(engine: str, address: str | None, workers: int | None) -> None:
+    """Refuse what can't be meant, before any work."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine: {engine!r}, expected one of {', '.join(get_args(Engine))}.")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers: {workers}, expected 1 or more.")
+    if engine == "local" and (address is not None or workers is not None):
+        given = "address" if address is not None else "workers"
+        raise ValueError(f"{given}: of a Ray cluster, which the local engine does not use. Ask for engine='ray'.")
+
+
 def run(
     make: Callable[[], Callable[[Item], Result]],
     items: Iterable[Item],
@@ -46,13 +57,8 @@ def run(
 
     Whoever stops asking stops the work.
     """
-    if engine not in get_args(Engine):
-        raise ValueError(f"engine: {engine!r}, expected one of {', '.join(get_args(Engine))}.")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers: {workers}, expected 1 or more.")
+    check(engine, address, workers)
     if engine == "local":
-        if address is not None:
-            raise ValueError("address: of a Ray cluster, which the local engine does not use. Ask for engine='ray'.")
         yield from map(make(), items)
         return
     with _cluster(address, workers) as ray:

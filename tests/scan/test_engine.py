@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from functools import partial
 
+import mortal
 import pytest
 import tiny
 import torch
@@ -28,27 +28,6 @@ def test_a_missing_cluster_is_told():
         list(engine.run(lambda: abs, [1], engine="ray", address="127.0.0.1:1"))
 
 
-def _dies_once(marks):
-    def work(item: int) -> int:
-        mark = os.path.join(marks, str(item))
-        if item == 2 and not os.path.exists(mark):
-            open(mark, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if item == 9:
-            raise ValueError("nine will not do")
-        return item * item
-
-    return work
-
-
-def _dies():
-    def work(item: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return item
-
-    return work
-
-
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'heedful[ray]'")
@@ -67,19 +46,19 @@ def cluster():
 
 
 def test_a_worker_that_is_killed_is_retried(cluster, tmp_path):
-    found = list(engine.run(partial(_dies_once, str(tmp_path)), range(6), engine="ray", workers=2))
+    found = list(engine.run(partial(mortal.dies_once, str(tmp_path)), range(6), engine="ray", workers=2))
     assert found == [0, 1, 4, 9, 16, 25] and (tmp_path / "2").exists()
 
 
 def test_errors_come_back_as_they_are(cluster, tmp_path):
     with pytest.raises(ValueError, match=r"^nine will not do$"):
-        list(engine.run(partial(_dies_once, str(tmp_path)), [0, 9], engine="ray", workers=1))
+        list(engine.run(partial(mortal.dies_once, str(tmp_path)), [0, 9], engine="ray", workers=1))
 
 
 def test_a_worker_that_dies_of_its_item_is_given_up(cluster, monkeypatch):
     monkeypatch.setattr(engine, "RETRIES", 1)
     with pytest.raises(EngineFailed, match="a worker died 2 times over the same piece of work"):
-        list(engine.run(_dies, [1], engine="ray", workers=1))
+        list(engine.run(mortal.dies, [1], engine="ray", workers=1))
 
 
 def test_a_scan_over_two_processes_gives_the_same_bits(cluster, model, tmp_path):

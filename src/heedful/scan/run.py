@@ -86,6 +86,7 @@ def scan(
     """
     how = Measuring(seed=seed, values=values, budget=budget)
     _check(lengths, layers, precision, how)
+    engines.check(engine, address, workers)
     other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
     device = device or str(next(model.parameters()).device)
     lengths = tuple(sorted(set(lengths or ())))
