@@ -1,0 +1,119 @@
+"""What a scan costs beside eager attention with `output_attentions` and a dense SVD of every head.
+
+    python benchmarks/scan_cost.py [--model smollm2] [--length 1024] [--texts 20] [--dense-texts 20] [--threads 1]
+
+Each side runs in a process of its own, on the same texts: seconds for each text, on the clock and of the processor, and
+the peak of resident memory, whole and beyond what the loaded model takes. The dense side keeps all weights of one
+forward pass, as `output_attentions` does, and takes `torch.linalg.svdvals` of each head in float32, and nothing else;
+a scan gives some forty numbers for each head beside its ranks, a random head, and pictures. The dense side may be run
+on fewer texts: figures are for one text. Needs heedful[hf,report].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIDES = ("scan", "dense")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--texts", type=int, default=20)
+    parser.add_argument("--dense-texts", type=int)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measured(options)))
+        return
+    found = {}
+    for side in SIDES:
+        line = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+        found[side] = json.loads(subprocess.run(line, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    table(options, found)
+
+
+def measured(options: argparse.Namespace) -> dict[str, float]:
+    import torch
+
+    from heedful import hf
+    from heedful.hf.load import quiet
+    from heedful.scan.texts import builtin
+
+    quiet()
+    torch.set_num_threads(options.threads)
+    count = options.texts if options.side == "scan" else options.dense_texts or options.texts
+    model, tokenizer = hf.load(options.model)
+    texts = builtin(options.length, count)
+    before = peak()
+    clock, work = time.perf_counter(), time.process_time()
+    rank = ours(options, model, tokenizer, texts) if options.side == "scan" else dense(options, model, tokenizer, texts)
+    return {
+        "texts": count,
+        "seconds": (time.perf_counter() - clock) / count,
+        "cpu": (time.process_time() - work) / count,
+        "peak": peak(),
+        "beyond": peak() - before,
+        "rank": rank,
+    }
+
+
+def peak() -> float:
+    """GiB"""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def ours(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> float:
+    from heedful.hf import scan
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = scan(model, tokenizer, texts, lengths=[options.length], out=Path(folder) / "run", budget=options.budget)
+        return float(found.mean("rank90").mean)
+
+
+def dense(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> float:
+    import torch
+
+    from heedful import hf
+
+    model.set_attn_implementation("eager")
+    ranks = []
+    for text in texts:
+        with torch.no_grad():
+            inputs = hf.encode(model, tokenizer, text, options.length)
+            weights = model(**inputs, output_attentions=True, use_cache=False).attentions
+        for layer in weights:
+            for head in layer[0]:
+                sums = torch.linalg.svdvals(head).double().square().cumsum(0)
+                ranks.append(int((sums < 0.9 * sums[-1]).sum()) + 1)
+    return sum(ranks) / len(ranks)
+
+
+def table(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
+    scan, dense = found["scan"], found["dense"]
+    print(f"{options.model}, {options.length} tokens, {options.threads} threads; for one text\n")
+    print("| | texts | seconds | CPU seconds | peak GiB | beyond the model | mean rank (.9) |")
+    print("|---|---|---|---|---|---|---|")
+    for name, row in (("heedful scan", scan), ("output_attentions + svdvals", dense)):
+        print(
+            f"| {name} | {row['texts']} | {row['seconds']:.1f} | {row['cpu']:.1f} | {row['peak']:.2f} | "
+            f"{row['beyond']:.2f} | {row['rank']:.1f} |"
+        )
+    print(
+        f"| ratio | | {dense['seconds'] / scan['seconds']:.1f} | {dense['cpu'] / scan['cpu']:.1f} | "
+        f"{dense['peak'] / scan['peak']:.1f} | {dense['beyond'] / scan['beyond']:.1f} | |"
+    )
+
+
+if __name__ == "__main__":
+    main()
