@@ -2,8 +2,8 @@
 
     python benchmarks/scan_kills.py [--model minilm] [--kills 20] [--length 128] [--texts 8]
 
-Every process is the command that users run, ended by SIGKILL at a moment drawn over half of what a whole scan takes; the
-last one is left to finish. Says whether the records agree bit for bit, whether a kill took a text away that had been
+Every process is the command that users run, ended by SIGKILL at a moment drawn over half of what a whole scan takes;
+the last one is left to finish. Says whether the records agree bit for bit, whether a kill took away a text that was
 written, and whether drafts are left. Needs heedful[hf,report].
 """
 

@@ -33,6 +33,9 @@ def cluster():
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'heedful[ray]'")
     here = os.path.dirname(__file__)
     paths = [here, os.path.join(here, "..", "hf"), os.path.join(here, "..", "..", "src")]
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # Ray starts workers with low priority: on a busy machine, for ever
     ray.init(
         address="local",
         num_cpus=2,

@@ -78,7 +78,7 @@ def scan(
     out         folder of the records; by default a new one in the system's temporary folder
     resume      go on with the scan in `out`; texts and lengths may be added
     engine      "local" or "ray"; with `address` on a cluster that is running, `workers` processes
-    memory      bytes that this process may take in all; None: no limit
+    memory      bytes that this process may take in all, or each process of a cluster; None: no limit
     values      singular values to record for each head
     budget      products to spend on each head: more narrows the bounds of high ranks
     beyond      read more tokens than a model with rotary positions was trained on
@@ -120,6 +120,8 @@ def scan(
         worker = partial(Worker, model, other, chosen, how, device, _stop(chosen, len(found)))
         if engine == "local" and progress is not None:
             worker = partial(worker, tick=tick)
+        if engine == "ray":
+            worker = partial(worker, memory=memory)  # in each process; what bounds this one does not reach them
         for result in engines.run(
             worker, units.pending(), engine=engine, address=address, workers=workers, gpus=int(device != "cpu")
         ):

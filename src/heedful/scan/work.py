@@ -18,6 +18,7 @@ from heedful.measures.search import FORMED
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import Baselines
 from heedful.scan.heads import TOGETHER, Measuring, rows_of, thumbnail
+from heedful.scan.memory import limited
 from heedful.scan.texts import Unit
 from heedful.shapes import Tensor
 
@@ -39,7 +40,8 @@ class Result:
 class Worker:
     """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
 
-    tick   told which part of the unit is done, after each layer
+    tick     told which part of the unit is done, after each layer
+    memory   bytes that the process may take while it measures
     """
 
     def __init__(
@@ -51,13 +53,19 @@ class Worker:
         device: str,
         count: int,
         tick: Tick | None = None,
+        memory: int | None = None,
     ):
         self.probe = hf.Probe(model.to(device))
         self.other = None if against is None else hf.Probe(against.to(device))
-        self.layers, self.how, self.device, self.count, self.tick = layers, how, device, count, tick
+        self.layers, self.how, self.device, self.count = layers, how, device, count
+        self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
 
     def __call__(self, unit: Unit) -> Result:
+        with limited(self.memory):
+            return self._all(unit)
+
+    def _all(self, unit: Unit) -> Result:
         kept: dict[int, Call] = {}
         pictures: list[Row] = []
 
