@@ -11,7 +11,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -87,50 +87,65 @@ def scan(
     how = Measuring(seed=seed, values=values, budget=budget)
     _check(lengths, layers, precision, how)
     engines.check(engine, address, workers)
-    other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
-    device = device or str(next(model.parameters()).device)
     lengths = tuple(sorted(set(lengths or ())))
     if texts is None:
         lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
-        texts = builtin(
-            max(lengths), None if precision is not None else DEFAULT_TEXTS if max(lengths) <= 2048 else None
-        )
+        texts = builtin(max(lengths))
+        texts = texts if precision is not None else texts[:DEFAULT_TEXTS]
+    device = device or str(next(model.parameters()).device)
+    other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
     with limited(memory):
-        model.to(device)
-        readings = read(model, tokenizer, texts, lengths, titles=titles, beyond=beyond)
-        others = None
-        if other is not None:
-            other.to(device)
-            others = read(other, other_tokenizer, texts, lengths, titles=titles, beyond=beyond)
-        found = survey(hf.Probe(model), _short(readings[0], device))
-        chosen = _chosen(layers, len(found))
+        setting = _Setting(texts, titles, lengths, layers, how, device, beyond)
+        first = _Side(model, tokenizer, name, setting)
+        second = None if other is None else _Side(other, other_tokenizer, against_name, setting)
+        if second is not None:
+            first.manifest["options"]["against"] = second.manifest["fingerprint"]
         folder = Path(tempfile.mkdtemp(prefix="heedful-scan-")) if out is None else Path(out)
-        about = partial(_manifest, readings=readings, lengths=lengths, layers=layers, how=how, device=device)
-        manifest = about(model, name, found) | {"thumbnail_tokens": _tokens(tokenizer, readings[0])}
-        if other is not None:
-            manifest["options"]["against"] = _fingerprint(other)
-            known = survey(hf.Probe(other), _short((others or readings)[0], device))
-            second = about(other, against_name, known)
-            _chosen(layers, len(known))
-        run = Run.begin(folder, manifest, resume=resume)
-        run_other = None if other is None else Run.begin(folder / "against", second, resume=resume)
-        tick = _Tick(progress, len(readings) * max(1, len(lengths)))
-        units = _Plan(run, readings, others, lengths, precision)
-        tick.done = units.count_done()
-        worker = partial(Worker, model, other, chosen, how, device, _stop(chosen, len(found)))
-        if engine == "local" and progress is not None:
-            worker = partial(worker, tick=tick)
-        if engine == "ray":
-            worker = partial(worker, memory=memory)  # in each process; what bounds this one does not reach them
-        for result in engines.run(
-            worker, units.pending(), engine=engine, address=address, workers=workers, gpus=int(device != "cpu")
-        ):
-            _write(result, run, run_other)
-            units.note(result)
+        run = Run.begin(folder, first.manifest, resume=resume)
+        beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
+        plan = _Plan(run, first.readings, None if second is None else second.readings, lengths, precision)
+        tick = _Tick(progress, plan)
+        worker = partial(Worker, model, other, first.chosen, how, device, first.calls)
+        # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
+        worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
+        gpus = int(torch.device(device).type == "cuda")
+        work = engines.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
+        for result in work:
+            _write(result, run, beside)
+            plan.note(result)
             tick.next()
-            if units.precise():
+            if plan.precise():
                 break
     return Scan(run)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What both models of a comparison are measured with."""
+
+    texts: Sequence[Text]
+    titles: Sequence[str] | None
+    lengths: tuple[int, ...]
+    layers: Sequence[int] | None
+    how: Measuring
+    device: str
+    beyond: bool
+
+
+class _Side:
+    """A model with its inputs, layers and manifest: everything that can be refused before a text is measured."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str | None, setting: _Setting):
+        model.to(setting.device)
+        self.readings = read(
+            model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond
+        )
+        layers = survey(hf.Probe(model), _short(self.readings[0], setting.device))
+        self.chosen = _chosen(setting.layers, len(layers))
+        self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
+        """After how many attention calls a run of the model ends."""
+        self.manifest = _manifest(model, name, layers, self.readings, setting)
+        self.manifest["thumbnail_tokens"] = _tokens(tokenizer, self.readings[0])
 
 
 def _check(lengths: Sequence[int] | None, layers: Sequence[int] | None, precision: float | None, how: Measuring):
@@ -153,11 +168,6 @@ def _chosen(layers: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
     return tuple(sorted(set(layers)))
 
 
-def _stop(chosen: tuple[int, ...] | None, count: int) -> int:
-    """After how many calls a run of the model ends."""
-    return count if chosen is None else max(chosen) + 1
-
-
 def _short(reading: Reading, device: str) -> dict[str, Any]:
     """The first inputs, cut to what shows the layers; inputs that were given ready stay whole."""
     inputs = next(iter(reading.inputs.values()))
@@ -167,29 +177,21 @@ def _short(reading: Reading, device: str) -> dict[str, Any]:
 
 
 def _manifest(
-    model: nn.Module,
-    name: str | None,
-    found: list[dict[str, Any]],
-    *,
-    readings: list[Reading],
-    lengths: tuple[int, ...],
-    layers: Sequence[int] | None,
-    how: Measuring,
-    device: str,
+    model: nn.Module, name: str | None, layers: list[dict[str, Any]], readings: list[Reading], setting: _Setting
 ) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     stored = getattr(config, "_name_or_path", "") or type(model).__name__
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "polars")}
-    options = {**asdict(how), "layers": None if layers is None else sorted(set(layers))}
+    options = {**asdict(setting.how), "layers": None if setting.layers is None else sorted(set(setting.layers))}
     return {
         "model": name or stored,
         "model_type": getattr(config, "model_type", type(model).__name__),
         "fingerprint": _fingerprint(model),
-        "layers": found,
+        "layers": layers,
         "options": options,
         "versions": {"heedful": heedful.__version__, "python": platform.python_version(), **versions},
-        "device": device,
-        "lengths": list(lengths),
+        "device": setting.device,
+        "lengths": list(setting.lengths),
         "texts": [reading.described() for reading in readings],
     }
 
@@ -231,8 +233,8 @@ def _write(result: Result, run: Run, other: Run | None) -> None:
 class _Tick:
     """Progress in units: whole ones, and the part of the one at hand."""
 
-    def __init__(self, tell: Progress | None, total: int):
-        self.tell, self.total, self.done = tell, total, 0
+    def __init__(self, tell: Progress | None, plan: _Plan):
+        self.tell, self.total, self.done = tell, sum(1 for _ in plan.units()), plan.count_done()
 
     def __call__(self, part: float) -> None:
         if self.tell is not None:
