@@ -340,3 +340,10 @@ def test_memory_that_does_not_do_is_told_in_a_sentence():
     with pytest.raises(MemoryError, match="did not do"), limited(resident + 2**28):
         torch.zeros(2**30)
     torch.zeros(2**20)  # the limit is gone
+
+
+def test_models_of_sixteen_bits_are_measured_in_thirty_two(model, tmp_path):
+    texts = tiny.ids(1, 24)
+    found = scan(tiny.llama().to(torch.bfloat16), None, texts, against=tiny.llama(), out=tmp_path / "run")
+    assert found.rows["energy"].to_list() == pytest.approx(found.against.rows["energy"].to_list(), rel=0.1)
+    assert found.compare(found.against)["delta_relative"].max() < 0.3
