@@ -63,7 +63,7 @@ def killed_until_done(
     while True:
         before = len(parts(out))
         process = command(options, out)
-        if kills >= most:
+        if kills >= most or before == options.texts:
             assert process.wait() == 0, "a scan that was resumed failed"
             return kills, lost
         wait_until_it_measures(process, out, time.time())
