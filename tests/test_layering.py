@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "shapes": {"jaxtyping"},
     "kernels": {"triton"},
     "hf": {"transformers", "huggingface_hub", "accelerate", "peft", "safetensors"},
-    "report": {"altair", "polars"},
+    "report": {"polars"},
     "records": {"polars"},
     "scan": {"polars"},
     "studies": {"polars", "sacrebleu", "tokenizers", "safetensors"},

@@ -1,0 +1,1 @@
+"""Reports: records in, one self-contained HTML file out."""
