@@ -4,7 +4,12 @@ from importlib.util import find_spec
 
 NEEDS = {
     "transformers": ["src/heedful/hf/*"],
-    "polars": ["src/heedful/records.py", "src/heedful/scan*", "src/heedful/show/scanning.py"],
+    "polars": [
+        "src/heedful/records.py",
+        "src/heedful/scan*",
+        "src/heedful/report/[dpw]*",
+        "src/heedful/show/scanning.py",
+    ],
 }
 
 collect_ignore_glob = [path for package, paths in NEEDS.items() if find_spec(package) is None for path in paths]

@@ -1,1 +1,52 @@
-"""Reports: records in, one self-contained HTML file out."""
+"""Reports: the records of a scan in, one self-contained HTML file out.
+
+    write(scan, "report.html")                      one model
+    write(scan, "report.html", against=other)       two, paired text by text
+
+A report is a pure function of records: nothing is measured here. The page is made of `shell` (what every page of
+heedful has), `words` (the answer), `data` (numbers and pictures, made small) and the scripts in `assets`, which draw.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heedful.report.data import Records
+
+
+def write(scan: Records, path: str | Path, *, against: Records | None = None, language: str = "en") -> Path:
+    """Write the report of a scan as one HTML file, whole or not at all, in both languages; `language` shows first."""
+    from heedful.report.page import html
+
+    path = Path(path)
+    text = html(scan, against=against, language=language)
+    try:
+        _put(path, text)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise type(error)(
+            error.errno, f"{path}: the report can't be written ({why}). Give a file in a folder of your own."
+        ) from error
+    return path
+
+
+def _put(path: Path, text: str) -> None:
+    """Beside its place first, then renamed: a reader never sees half a page, a failure leaves the old one."""
+    if path.is_dir():
+        raise IsADirectoryError(21, "it is a folder; expected the name of a file, such as report.html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".draft")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

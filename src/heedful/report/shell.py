@@ -83,8 +83,15 @@ def embed(data: object) -> str:
     >>> embed(["</script>", float("nan"), 1.0])
     '["\\u003c/script\\u003e",null,1.0]'
     """
-    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text = _json(data)
+    except ValueError:  # rare: JSON has no word for what is not finite
+        text = _json(finite(data))
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def finite(data: Any) -> Any:

@@ -1,0 +1,67 @@
+// How a measure grows with the number of tokens: all heads, their median, the chosen head, and a random head.
+function drawGrowth() {
+  if (SCAN.lengths.length < 2) return;
+  $("growth-section").hidden = false;
+  const m = measureOf(state.measure) ?? measureOf("rank95"), holder = $("figure-growth"), i = state.head;
+  $("growth-about").textContent = t("growth.about", { measure: measureName(m.id) });
+  const N = SCAN.lengths, at = (values, k) => SCAN.blocks[k][values];
+  const series = (k) => N.map((n, l) => [n, at(m.id, l)?.[k]]).filter(([, v]) => v !== null && v !== undefined && v > 0);
+  const spread = N.map((n, l) => [n, known(at(m.id, l) ?? []).filter((v) => v > 0).sort((a, b) => a - b)]).filter(([, v]) => v.length);
+  if (spread.length < 2) { holder.replaceChildren(h("p", { class: "caption" }, "–")); return; }
+  const middle = spread.map(([n, v]) => [n, quantile(v, 0.5)]), low = spread.map(([n, v]) => [n, quantile(v, 0.25)]), high = spread.map(([n, v]) => [n, quantile(v, 0.75)]);
+  const base = m.base ? N.map((n, l) => [n, quantile(known(at(m.base, l) ?? []).sort((a, b) => a - b), 0.5)]).filter(([, v]) => v > 0) : [];
+  const chosen = series(i);
+
+  const width = Math.min(Math.max(holder.clientWidth, 260), 820), left = 44, right = 10, bottom = 36;
+  const law = (points) => (points.length > 1 ? " " + t("growth.law", { slope: raised(slope(points)) }) : "");
+  const entries = [{ cls: "line-this", text: headName(i) + law(chosen) }, { cls: "line-median", text: t("growth.median") + law(middle) }];
+  if (base.length) entries.push({ cls: "line-random", text: t("random") + law(base) });
+  const key = lineKey(entries, left, width), top = key.height + 8, height = Math.round(Math.min(400, Math.max(260, width * 0.5))) + key.height;
+  const values = [...spread.flatMap(([, v]) => [v[0], v.at(-1)]), ...base.map(([, v]) => v)];
+  const y = [Math.min(...values) / 1.15, Math.max(...values) * 1.15], edge = (N.at(-1) / N[0]) ** 0.04;
+  const axes = logAxes({ width, height, left, right, bottom, top, x: [N[0] / edge, N.at(-1) * edge], y });
+  const nodes = [
+    ...axes.ticks(y).flatMap((v) => [s("path", { class: "axis", d: `M${left} ${axes.Y(v)}H${width - right}` }), s("text", { x: left - 7, y: axes.Y(v) + 4, "text-anchor": "end" }, plain(v))]),
+    ...N.flatMap((n) => [s("path", { class: "axis", d: `M${axes.X(n)} ${height - bottom}v4` }), s("text", { x: axes.X(n), y: height - bottom + 16, "text-anchor": "middle" }, String(n))]),
+    s("path", { class: "frame", d: `M${left} ${height - bottom}H${width - right}` }),
+    s("text", { x: width - right, y: height - 4, "text-anchor": "end" }, t("growth.x")),
+    s("path", { class: "band", d: axes.line(low) + axes.line([...high].reverse()).replace("M", "L") + "Z" }),
+    ...SCAN.heads.map((_, k) => (matches(k) ? s("path", { class: "line-head", d: axes.line(series(k)) }) : null)),
+    base.length ? s("path", { class: "line-random", d: axes.line(base) }) : null,
+    s("path", { class: "line-median", d: axes.line(middle) }),
+    ...middle.map(([n, v]) => s("circle", { class: "dot-median", cx: axes.X(n), cy: axes.Y(v), r: 3 })),
+    s("path", { class: "line-this", d: axes.line(chosen) }),
+    ...N.map((n, l) => {
+      const [a, b] = [at(m.id + "_low", l)?.[i], at(m.id + "_high", l)?.[i]];
+      return a > 0 && b > a ? s("path", { class: "whisker", d: `M${axes.X(n)} ${axes.Y(a)}V${axes.Y(b)}` }) : null;
+    }),
+    ...chosen.map(([n, v]) => s("circle", { class: "dot-this", cx: axes.X(n), cy: axes.Y(v), r: 4 })),
+    ...key.nodes,
+  ].filter(Boolean);
+  const svg = s("svg", { role: "img", "aria-label": `${t("growth.label")}: ${measureName(m.id)}. ${entries.map((e) => e.text).join("; ")}`, viewBox: `0 0 ${width} ${height}`, width, height }, ...nodes);
+  figure(holder, `growth-${m.id}`, measureName(m.id), `${SCAN.title} · ${t("growth.title")} · ${measureName(m.id)}`, svg);
+  growthTable(m);
+}
+
+// Medians by kind: which heads are the ones that grow.
+function growthTable(m) {
+  const kinds = block().kind_of_head, all = SCAN.heads.map((_, k) => k);
+  const line = (name, heads) => {
+    const points = SCAN.lengths.map((n, l) => [n, quantile(known(heads.map((k) => SCAN.blocks[l][m.id]?.[k])).sort((a, b) => a - b), 0.5)]);
+    const usable = points.filter(([, v]) => v > 0);
+    return h("tr", {}, h("th", { scope: "row" }, name), ...points.map(([, v]) => h("td", {}, number(v, m.format))), h("td", {}, usable.length > 1 ? number(slope(usable)) : "–"));
+  };
+  const rows = KINDS.map((kind) => [kind, all.filter((k) => kinds[k] === kind)]).filter(([, heads]) => heads.length).map(([kind, heads]) => line(badge(kind), heads));
+  $("growth-table").replaceChildren(
+    h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, h("th", {}, t("growth.x")), ...SCAN.lengths.map((n) => h("th", { scope: "col" }, String(n))), h("th", { scope: "col" }, t("growth.exponent")))), h("tbody", {}, ...rows, line(t("growth.all"), all))),
+    h("p", { class: "caption" }, t("growth.medians", { n: SCAN.lengths[state.at] })));
+}
+
+const raised = (x) => [...number(x)].map((c) => (c === "." ? "·" : c === "−" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c])).join("");
+
+// Least squares of log against log.
+function slope(points) {
+  const x = points.map(([n]) => Math.log(n)), y = points.map(([, v]) => Math.log(v));
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length, [mx, my] = [mean(x), mean(y)];
+  return x.reduce((sum, v, k) => sum + (v - mx) * (y[k] - my), 0) / x.reduce((sum, v) => sum + (v - mx) ** 2, 0);
+}

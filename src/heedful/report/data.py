@@ -1,0 +1,139 @@
+"""What a page needs of a scan, as plain data: columns of numbers, short texts for spectra and pictures.
+
+Numbers keep four digits, spectra the indices of a grid, pictures 64 shades: a model of 30 layers × 32 heads at four
+lengths fits into 5 MB. Where the pictures alone would take half of that, cells are pooled, and the page says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import polars as pl
+
+from heedful.report.encode import GRID, picture, short, spectrum
+from heedful.report.words import title_of
+
+PICTURES = 2_500_000
+"""Characters that all pictures of a page may take."""
+KEY = ("length", "layer", "head")
+MANIFEST = ("model", "model_type", "fingerprint", "device", "versions")
+Row = dict[str, Any]
+Place = tuple[int, int]
+
+
+@runtime_checkable
+class Records(Protocol):
+    """What a report reads of a scan; `heedful.scan.Scan` is one."""
+
+    @property
+    def manifest(self) -> Mapping[str, Any]: ...
+    @property
+    def thumbnails(self) -> pl.DataFrame: ...
+    def table(self) -> pl.DataFrame: ...
+    def compare(self, other: Any) -> pl.DataFrame: ...
+
+
+def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> dict[str, Any]:
+    """Everything that the page draws, of one scan or of two. `measures` are the columns that it has names for."""
+    scans = [scan] if against is None else [scan, against]
+    shrink = _shrink([each.thumbnails for each in scans])
+    made = [_scan(each, measures, shrink) for each in scans]
+    if against is None:
+        return {"grid": GRID, "scans": made}
+    pairs = _pairs(scan, against, made[0], measures)
+    for block, apart in zip(made[0]["blocks"], pairs, strict=True):  # what is of both models shows as any measure does
+        block |= {name: apart.pop(name) for name in list(apart) if name.startswith("delta_")}
+    return {"grid": GRID, "scans": made, "pairs": pairs}
+
+
+def _scan(scan: Records, measures: Sequence[str], shrink: int) -> dict[str, Any]:
+    table, manifest = scan.table(), scan.manifest
+    heads = table.select("layer", "head").unique().sort("layer", "head").rows()
+    lengths = table["length"].unique().sort().to_list()
+    return {
+        "title": title_of(manifest),
+        "manifest": {name: manifest.get(name) for name in MANIFEST},
+        "texts": [{name: text.get(name) for name in ("id", "title")} for text in manifest.get("texts", [])],
+        "layers": manifest.get("layers", []),
+        "seconds": short(_seconds(table)),
+        "heads": [list(head) for head in heads],
+        "lengths": lengths,
+        "blocks": [_block(_at(table, length, heads), measures) for length in lengths],
+        "pictures": _pictures(scan.thumbnails, heads, shrink),
+        "tokens": manifest.get("thumbnail_tokens") or [],
+    }
+
+
+def _seconds(table: pl.DataFrame) -> float:
+    """All of the measuring: means over texts, times texts."""
+    return float(table.select((pl.col("seconds") * pl.col("texts")).sum()).item() or 0)
+
+
+def _at(table: pl.DataFrame, length: int, heads: Sequence[Place]) -> pl.DataFrame:
+    """The rows of one length in the order of the heads; one that is missing has nulls."""
+    order = pl.DataFrame(heads, schema={"layer": pl.Int64, "head": pl.Int64}, orient="row")
+    return order.join(table.filter(pl.col("length") == length), on=["layer", "head"], how="left", maintain_order="left")
+
+
+def _block(part: pl.DataFrame, measures: Sequence[str]) -> Row:
+    block = _columns(part, [*_bounded(measures), "texts", "label", "kind_of_head"])
+    for name in ("sigma", "base_sigma"):
+        block[name] = [_spectrum(values) for values in part[name].to_list()]
+    block["sigma_count"] = part["sigma"].list.len().to_list()
+    return block
+
+
+def _bounded(measures: Sequence[str]) -> list[str]:
+    return [name + end for name in measures for end in ("", "_low", "_high")]
+
+
+def _columns(part: pl.DataFrame, names: Sequence[str]) -> Row:
+    return {name: _values(part[name]) for name in names if name in part.columns}
+
+
+def _values(column: pl.Series) -> list[Any]:
+    """As JSON should have them: four digits, no fraction where there is none, null where there is no number."""
+    if not column.dtype.is_float():
+        return column.to_list()
+    found = column.set(~column.is_finite(), None).round_sig_figs(4).to_list()
+    return [int(value) if value is not None and value.is_integer() else value for value in found]
+
+
+def _spectrum(values: Sequence[float] | None) -> str:
+    return spectrum(values[index - 1] for index in GRID if index <= len(values)) if values else ""
+
+
+def _pairs(scan: Records, against: Records, made: Mapping[str, Any], measures: Sequence[str]) -> list[Row]:
+    """Paired differences at each length; none where the scans share no texts, lengths or heads."""
+    heads = [(layer, head) for layer, head in made["heads"]]
+    try:
+        table = scan.compare(against)
+    except ValueError:  # nothing shared: the page then shows differences of means, and says so
+        return [{} for _ in made["lengths"]]
+    names = [*_bounded(measures), "texts"]
+    return [_columns(_at(table, length, heads), names) for length in made["lengths"]]
+
+
+def _shrink(pictures: Sequence[pl.DataFrame]) -> int:
+    cells = sum(int(frame["cells"].list.len().sum() or 0) for frame in pictures)
+    return max(1, math.ceil(math.sqrt(cells / PICTURES)))
+
+
+def _pictures(frame: pl.DataFrame, heads: Sequence[Place], shrink: int) -> list[Row | None]:
+    found = {(row["layer"], row["head"]): row for row in frame.iter_rows(named=True)}
+    return [_picture(found[head], shrink) if head in found else None for head in heads]
+
+
+def _picture(row: Row, shrink: int) -> Row:
+    height, width = row["height"], row["width"]
+    pooling = "max" if row["pooling"] == "max" else "mean"
+    return {
+        "rows": math.ceil(height / shrink),
+        "columns": math.ceil(width / shrink),
+        "cells": picture(row["cells"], height, width, shrink, pooling),
+        "scale": short(row["scale"]),
+        "pooling": row["pooling"] if shrink == 1 else pooling,
+        "per": short(row["tokens_per_cell"] * shrink),
+    }
