@@ -158,3 +158,21 @@ def synthetic(
             run.write(text["id"], length, rows)
     run.write_thumbnails([picture(layer, head, lengths[0], chance) for layer, head in places])
     return Scan.open(folder)
+
+
+def uneven(folder: Path) -> Scan:
+    """An encoder and a decoder of other widths on one text; no random heads, one picture, a layer without spectra."""
+    chance, length = random.Random(0), 64
+    about = manifest("<i>" + "a-long-name-" * 8, 6, 8, 1, [length])
+    for layer in about["layers"]:
+        layer["kind"] = ("self", "causal", "cross")[layer["layer"] // 2]
+    rows = [
+        row("0000", length, layer, head, 1.0, chance) for layer in range(6) for head in range(4 if layer < 2 else 8)
+    ]
+    for each in rows:
+        each["kind"] = about["layers"][each["layer"]]["kind"]
+        each |= {name: None for name in ROWS if name.startswith("base_") or (name == "sigma" and each["layer"] == 3)}
+    run = Run.begin(folder, about)
+    run.write("0000", length, rows)
+    run.write_thumbnails([picture(0, 0, length, chance)])
+    return Scan.open(folder)

@@ -17,7 +17,7 @@ playwright = pytest.importorskip(
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
 
-from synthetic import HOSTILE, sort_of, synthetic  # noqa: E402
+from synthetic import HOSTILE, sort_of, synthetic, uneven  # noqa: E402
 
 LAYERS, HEADS = 3, 4
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,6 +38,7 @@ def reports(tmp_path_factory):
     scan = synthetic(folder / "a", "trained", LAYERS, HEADS)
     scan.report(folder / "one.html")
     scan.report(folder / "two.html", against=synthetic(folder / "b", "untrained", LAYERS, HEADS, shift=1.3, seed=1))
+    uneven(folder / "c").report(folder / "uneven.html")
     return folder
 
 
@@ -328,6 +329,25 @@ def test_two_scans_are_compared_head_by_head(visit):
     assert title(page) != "Layer 1, head 3"
     assert "in untrained" in page.locator("#figure-spectrum").inner_text()
     assert page.locator("#compare-kinds td").count() == 16
+
+
+def test_a_scan_that_lacks_much_is_shown_as_far_as_it_goes(visit):
+    page = visit("uneven", viewport={"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator("h1").inner_text().startswith("<i>a-long-name")
+    assert page.locator("#figure-map [role=gridcell]").count() == 2 * 4 + 4 * 8
+    assert "no random head was measured" in page.locator(".answer").inner_text()
+    assert "One text only" in page.locator("#panel").inner_text()
+    assert page.locator("#growth-section").is_hidden()
+    page.fill("#query", "cross")
+    assert {layer for layer, _ in rows(page)} == {4, 5}
+    page.fill("#query", "")
+    cell(page, 0, 3).click()
+    page.keyboard.press("PageDown")
+    assert title(page) == "Layer 5, head 3"
+    cell(page, 3, 7).click()
+    panel = page.locator("#panel").inner_text()
+    assert "No spectrum was kept" in panel and "No picture of this head was kept" in panel
 
 
 @pytest.mark.parametrize("width", [390, 768])

@@ -137,7 +137,6 @@ class Grown:
 
     def __init__(self, scan):
         self.scan, self.manifest = scan, scan.manifest
-        self.thumbnails = self._tiled(scan.thumbnails)
 
     def _tiled(self, frame):
         own = frame.filter((pl.col("layer") < 2) & (pl.col("head") < 4))
@@ -147,6 +146,9 @@ class Grown:
 
     def table(self):
         return self._tiled(self.scan.table())
+
+    def thumbnails(self):
+        return self._tiled(self.scan.thumbnails())
 
     def compare(self, other):
         return self._tiled(self.scan.compare(other.scan))

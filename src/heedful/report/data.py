@@ -29,7 +29,6 @@ class Records(Protocol):
 
     @property
     def manifest(self) -> Mapping[str, Any]: ...
-    @property
     def thumbnails(self) -> pl.DataFrame: ...
     def table(self) -> pl.DataFrame: ...
     def compare(self, other: Any) -> pl.DataFrame: ...
@@ -38,8 +37,9 @@ class Records(Protocol):
 def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> dict[str, Any]:
     """Everything that the page draws, of one scan or of two. `measures` are the columns that it has names for."""
     scans = [scan] if against is None else [scan, against]
-    shrink = _shrink([each.thumbnails for each in scans])
-    made = [_scan(each, measures, shrink) for each in scans]
+    thumbnails = [each.thumbnails() for each in scans]
+    shrink = _shrink(thumbnails)
+    made = [_scan(each, drawn, measures, shrink) for each, drawn in zip(scans, thumbnails, strict=True)]
     if against is None:
         return {"grid": GRID, "scans": made}
     pairs = _pairs(scan, against, made[0], measures)
@@ -48,7 +48,7 @@ def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> 
     return {"grid": GRID, "scans": made, "pairs": pairs}
 
 
-def _scan(scan: Records, measures: Sequence[str], shrink: int) -> dict[str, Any]:
+def _scan(scan: Records, thumbnails: pl.DataFrame, measures: Sequence[str], shrink: int) -> dict[str, Any]:
     table, manifest = scan.table(), scan.manifest
     heads = table.select("layer", "head").unique().sort("layer", "head").rows()
     lengths = table["length"].unique().sort().to_list()
@@ -61,7 +61,7 @@ def _scan(scan: Records, measures: Sequence[str], shrink: int) -> dict[str, Any]
         "heads": [list(head) for head in heads],
         "lengths": lengths,
         "blocks": [_block(_at(table, length, heads), measures) for length in lengths],
-        "pictures": _pictures(scan.thumbnails, heads, shrink),
+        "pictures": _pictures(thumbnails, heads, shrink),
         "tokens": manifest.get("thumbnail_tokens") or [],
     }
 
@@ -81,7 +81,7 @@ def _block(part: pl.DataFrame, measures: Sequence[str]) -> Row:
     block = _columns(part, [*_bounded(measures), "texts", "label", "kind_of_head"])
     for name in ("sigma", "base_sigma"):
         block[name] = [_spectrum(values) for values in part[name].to_list()]
-    block["sigma_count"] = part["sigma"].list.len().to_list()
+        block[f"{name}_count"] = part[name].list.len().to_list()
     return block
 
 
@@ -102,7 +102,8 @@ def _values(column: pl.Series) -> list[Any]:
 
 
 def _spectrum(values: Sequence[float] | None) -> str:
-    return spectrum(values[index - 1] for index in GRID if index <= len(values)) if values else ""
+    """At the indices of the grid, and the last one."""
+    return spectrum([*(values[index - 1] for index in GRID if index < len(values)), values[-1]]) if values else ""
 
 
 def _pairs(scan: Records, against: Records, made: Mapping[str, Any], measures: Sequence[str]) -> list[Row]:

@@ -105,6 +105,8 @@ def _en_lead(counts: Mapping[str, int]) -> str:
     parts = [f"{count} {phrases[kind][count != 1]}" for kind, count in counts.items() if count]
     joined = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     total = sum(counts.values())
+    if total == 1:
+        return f"Its one attention head{parts[0][1:]}."
     return f"Of its {total} attention heads, {joined}."
 
 
@@ -116,7 +118,11 @@ def _en_texts(table: pl.DataFrame) -> str:
 
 def _en_rank(table: pl.DataFrame, length: int) -> str:
     rank, base = _middle(table, "rank95"), _middle(table, "base_rank95")
-    beside = f"; a random head with logits spread as widely needs {_round(base)}" if math.isfinite(base) else ""
+    beside = (
+        f"; a random head with logits spread as widely needs {_round(base)}"
+        if math.isfinite(base)
+        else "; no random head was measured beside it, so none is called low rank"
+    )
     return (
         f"The median head needs {_round(rank)} of {length} singular values for 95{THIN}% of its energy "
         f"(the smallest {_round(table['rank95'].min())}, the largest {_round(table['rank95'].max())}){beside}."  # type: ignore[arg-type]
@@ -177,7 +183,11 @@ def _zh_texts(table: pl.DataFrame) -> str:
 
 def _zh_rank(table: pl.DataFrame, length: int) -> str:
     rank, base = _middle(table, "rank95"), _middle(table, "base_rank95")
-    beside = f"；logit 离散度相同的随机头需要 {_round(base)} 个" if math.isfinite(base) else ""
+    beside = (
+        f"；logit 离散度相同的随机头需要 {_round(base)} 个"
+        if math.isfinite(base)
+        else "；没有测量随机头作对照，因此不判定低秩型"
+    )
     return (
         f"就中位数而言，一个头需要 {_round(rank)} 个奇异值（共 {length} 个）才能占到 95% 的能量"
         f"（最少 {_round(table['rank95'].min())}，最多 {_round(table['rank95'].max())}）{beside}。"  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 const OTHER_INDEX = new Map((OTHER?.heads ?? []).map(([layer, head], i) => [layer + ":" + head, i]));
 const otherBlock = () => OTHER?.blocks[OTHER.lengths.indexOf(SCAN.lengths[state.at])] ?? null;
 const inOther = (i) => OTHER_INDEX.get(SCAN.heads[i].join(":"));
-const otherSpectrum = (i) => decodeSpectrum(otherBlock()?.sigma?.[inOther(i)]);
+const otherSpectrum = (i) => decodeSpectrum(otherBlock()?.sigma?.[inOther(i)], otherBlock()?.sigma_count[inOther(i)]);
 const pairsHere = () => heedful.data.pairs[state.at];
 
 // Differences of the paired texts; where none are shared, of the means.

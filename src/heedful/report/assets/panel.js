@@ -4,12 +4,12 @@ const SHOWN = ["rank95", "rank90", "energy10", "stable_rank", "entropic_rank", "
 const CODE = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 const LEVEL = new Map([...CODE].map((character, i) => [character, i]));
 
-// Two characters a value: log₁₀ σ from −8 to 4 in 4096 steps.
-function decodeSpectrum(text) {
+// Two characters a value: log₁₀ σ from −8 to 4 in 4096 steps, at the indices of the grid and at the last.
+function decodeSpectrum(text, count) {
   const points = [];
   for (let i = 0; 2 * i < (text?.length ?? 0); i++) {
     const pair = text.slice(2 * i, 2 * i + 2);
-    if (pair !== "..") points.push([heedful.data.grid[i], 10 ** (((64 * LEVEL.get(pair[0]) + LEVEL.get(pair[1])) / 4095) * 12 - 8)]);
+    if (pair !== "..") points.push([2 * i + 2 === text.length ? count : heedful.data.grid[i], 10 ** (((64 * LEVEL.get(pair[0]) + LEVEL.get(pair[1])) / 4095) * 12 - 8)]);
   }
   return points;
 }
@@ -60,7 +60,7 @@ function lineKey(entries, left, width) {
 }
 
 function drawSpectrum(holder, i) {
-  const b = block(), mine = decodeSpectrum(b.sigma?.[i]), random = decodeSpectrum(b.base_sigma?.[i]);
+  const b = block(), mine = decodeSpectrum(b.sigma?.[i], b.sigma_count[i]), random = decodeSpectrum(b.base_sigma?.[i], b.base_sigma_count[i]);
   if (mine.length < 2) { holder.replaceChildren(h("h4", {}, t("spectrum")), h("p", { class: "caption" }, t("spectrum.none"))); return; }
   const partner = OTHER ? otherSpectrum(i) : [];
   const width = Math.max(holder.clientWidth, 260), left = 40, right = 8, bottom = 32;
