@@ -34,9 +34,9 @@ function number(x, format = "number") {
   if (x === null || x === undefined || !Number.isFinite(x)) return "–";
   const size = Math.abs(x);
   let text;
+  if (size === 0 && format !== "share") return "0";
   if (format === "share") text = size > 0 && size < 0.0095 ? (size < 0.0005 ? "0.000" : x.toFixed(3)) : x.toFixed(2);
   else if (format === "count") text = size < 9.95 ? x.toFixed(1) : x.toFixed(0);
-  else if (size === 0) text = "0";
   else if (size >= 100) text = x.toFixed(0);
   else if (size >= 10) text = x.toFixed(1);
   else if (size >= 0.01) text = x.toFixed(2);

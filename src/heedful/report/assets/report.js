@@ -54,7 +54,7 @@ function drawFacts() {
     const shared = scan.layers.find((l) => l.kv_heads && l.kv_heads !== l.heads);
     add("how.model", scan.manifest.model, scan.manifest.model_type);
     add("how.layers", t("how.layers.value", { layers, heads: scan.heads.length }), ...kinds.map((kind) => t("attention." + kind)), shared ? t("how.kv", { kv: shared.kv_heads, heads: shared.heads }) : "");
-    const titles = scan.texts.map((text) => text.title || text.id).filter(Boolean);
+    const titles = scan.texts.map((text) => text.title || text.id).filter(Boolean).map((title) => `“${title}”`);
     add("how.texts", String(scan.texts.length), titles.slice(0, 4).join(", ") + (titles.length > 4 ? ", " + t("and.more", { n: titles.length - 4 }) : ""));
     add("how.lengths", scan.lengths.map((n) => t("tokens", { n })).join(", "));
     add("how.device", scan.manifest.device);
