@@ -1,0 +1,98 @@
+"""A claim and what became of it, in plain data: what `heedful theory --json` prints, and what the book is made of.
+
+    id, chapter, section, kind, slow
+    statement, condition, reason      {"en": …, "zh": …}, the last two may be null
+    formula                           LaTeX
+    verdict, because                  HOLDS, HOLDS_WHEN, FAILS or UNDECIDED, and why it is undecided
+    first, differs                    the verdict of a first reading, and whether ours is another
+    evidence                          {case, holds, text, note, comparisons}, null where nothing was measured
+    control                           {case, holds, flipped, text, note, comparisons}
+    counterexample                    Python, "" where there is none
+    corrected                         the same for the corrected form, or null
+    figure                            {title, x, y, series, log_x, log_y, points}, {error}, or null
+    seconds                           what the check took, with its control and its corrected form
+
+A comparison is {name, measured, relation, expected, holds, noise, alarm}; numbers that are not finite are the strings
+"NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from heedful.theory.chapters.chapter import Chapter
+from heedful.theory.claim import Claim, Text, Verdict
+
+Record = dict[str, Any]
+
+EXPECTED = {
+    "holds": {Verdict.HOLDS},
+    "conditional": {Verdict.HOLDS, Verdict.HOLDS_WHEN},
+    "false": {Verdict.FAILS},
+    "empirical": set(Verdict),
+    "design": {Verdict.UNDECIDED},
+}
+"""The verdicts that agree with a first reading."""
+
+
+def record(chapter: Chapter, claim: Claim, outcome: dict[str, Any]) -> Record:
+    """A claim with the outcome of its check."""
+    return {"chapter": chapter.name, "source": chapter.text, **_record(claim, outcome), "seconds": outcome["seconds"]}
+
+
+def _record(claim: Claim, outcome: dict[str, Any]) -> Record:
+    found, control = outcome["evidence"], outcome["control"]
+    corrected = None
+    if claim.corrected is not None:
+        nothing = {"verdict": "UNDECIDED", "evidence": None, "control": None, "because": "not run", "figure": None}
+        corrected = _record(claim.corrected, outcome["corrected"] or {**nothing, "corrected": None})
+    if found is not None:
+        found = {"case": claim.case.name, **found}
+    if control is not None and claim.control is not None:
+        flipped = None not in (found["holds"], control["holds"]) and found["holds"] != control["holds"]
+        control = {"case": claim.control.name, "flipped": flipped, **control}
+    return {
+        "id": claim.id,
+        "section": claim.section,
+        "kind": claim.kind,
+        "slow": claim.slow,
+        "statement": _both(claim.statement),
+        "formula": claim.formula,
+        "condition": _both(claim.condition),
+        "verdict": outcome["verdict"],
+        "because": outcome["because"],
+        "first": claim.first,
+        "differs": outcome["verdict"] not in EXPECTED[claim.first],
+        "reason": _both(claim.reason),
+        "evidence": found,
+        "control": control,
+        "counterexample": claim.counterexample,
+        "corrected": corrected,
+        "figure": outcome["figure"],
+    }
+
+
+def _both(text: Text | None) -> dict[str, str] | None:
+    return None if text is None else {"en": text.en, "zh": text.zh}
+
+
+def controls(records: Sequence[Record]) -> Iterator[Record]:
+    """Every claim with a control that ran, corrected forms among them."""
+    for one in records:
+        if one["control"] is not None:
+            yield one
+        if one["corrected"] is not None:
+            yield from controls([one["corrected"]])
+
+
+def counts(records: Sequence[Record]) -> dict[str, int]:
+    """How many there are of each verdict."""
+    found = Counter(one["verdict"] for one in records)
+    return {str(verdict): found[str(verdict)] for verdict in Verdict}
+
+
+def differing(records: Sequence[Record]) -> list[Record]:
+    """Those whose verdict is not the one of the first reading."""
+    return [one for one in records if one["differs"]]

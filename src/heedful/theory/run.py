@@ -1,0 +1,171 @@
+"""Run the claims of the chapters, all or some of them, side by side; what a run found before it was killed is kept.
+
+    plan = Plan(Path("runs/theory"), ids=("T11.23", "C11.9"))
+    records = run(plan)
+
+A record is a claim and what became of it, in plain data; `records.py` says what is in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+from heedful.theory.chapters.chapter import Chapter
+from heedful.theory.claim import Claim, Kind
+from heedful.theory.journal import Journal, fingerprints
+from heedful.theory.records import Record, record
+from heedful.theory.workers import load, outcomes, undecided
+
+REGISTRY = "heedful.theory.chapters"
+FAST_LIMIT, SLOW_LIMIT = 120.0, 1800.0
+"""Seconds that a claim may take: many times what it should, for the machine may be busy."""
+
+Told = Callable[[Record, int, int], None]
+"""Told of each record as it comes, with how many are there and how many there will be."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    out        where findings are kept
+    ids        these claims; all where there are none
+    chapter    by its name
+    slow       slow claims too; one that is asked for by its id runs in any case
+    jobs       processes side by side
+    fresh      judge again what was judged before
+    limit      seconds for each claim, instead of FAST_LIMIT and SLOW_LIMIT
+    registry   the module that has `CHAPTERS`
+    """
+
+    out: Path
+    ids: tuple[str, ...] = ()
+    chapter: str | None = None
+    kind: str | None = None
+    slow: bool = False
+    jobs: int = 0
+    fresh: bool = False
+    limit: float | None = None
+    registry: str = REGISTRY
+
+    def limit_of(self, claim: Claim) -> float:
+        return self.limit or (SLOW_LIMIT if claim.slow else FAST_LIMIT)
+
+
+@cache
+def chapters_of(registry: str = REGISTRY) -> tuple[Chapter, ...]:
+    """The chapters, in order."""
+    return tuple(load(registry).CHAPTERS)
+
+
+def claims_of(registry: str = REGISTRY) -> dict[str, Claim]:
+    """Every claim by its id, in the order of the texts."""
+    found: dict[str, Claim] = {}
+    for chapter in chapters_of(registry):
+        for claim in chapter.claims:
+            if claim.id in found:
+                raise ValueError(f"{claim.id}: two claims have this id.")
+            found[claim.id] = claim
+    return found
+
+
+def fingerprints_of(registry: str = REGISTRY) -> dict[str, str]:
+    """By claim, the fingerprint of all that its finding may depend on, as the sources are now."""
+    module = load(registry)
+    packages = {
+        part.CHAPTER.name: _place(part)
+        for part in vars(module).values()
+        if isinstance(part, ModuleType) and isinstance(getattr(part, "CHAPTER", None), Chapter)
+    }
+    marks = fingerprints(packages)
+    return {claim.id: marks[chapter.name] for chapter in chapters_of(registry) for claim in chapter.claims}
+
+
+def _place(module: ModuleType) -> Path:
+    """A package's folder, a module's file."""
+    path = Path(str(module.__file__))
+    return path.parent if path.name == "__init__.py" else path
+
+
+def select(plan: Plan) -> list[Claim]:
+    """The claims that a plan asks for, in the order of the texts.
+
+    Raises ValueError, with names near to what was asked, where there is no such claim, chapter or kind.
+    """
+    claims, chapters = claims_of(plan.registry), chapters_of(plan.registry)
+    wanted = {_find(name, claims) for name in plan.ids}
+    names = [chapter.name for chapter in chapters]
+    if plan.chapter is not None and plan.chapter not in names:
+        raise ValueError(f"no chapter is called {plan.chapter!r}; the chapters are {', '.join(names)}.")
+    if plan.kind is not None and plan.kind not in get_args(Kind):
+        raise ValueError(f"no claim is of the kind {plan.kind!r}; the kinds are {', '.join(get_args(Kind))}.")
+    return [
+        claim
+        for chapter in chapters
+        for claim in chapter.claims
+        if (not wanted or claim.id in wanted)
+        and plan.chapter in (None, chapter.name)
+        and plan.kind in (None, claim.kind)
+        and (plan.slow or not claim.slow or claim.id in wanted)
+    ]
+
+
+def _find(name: str, claims: Mapping[str, Claim]) -> str:
+    """A claim's id, whatever the case it was typed in; that of a corrected form stands for the claim's."""
+    by_name = {known.casefold(): known for known in claims}
+    plain = name.casefold().rstrip("*")
+    if plain in by_name:
+        return by_name[plain]
+    near = [known for key, known in by_name.items() if len(plain) > 1 and (plain in key)]
+    near += [by_name[key] for key in get_close_matches(plain, by_name, n=6, cutoff=0.5)]
+    hint = f"Near to it: {', '.join(list(dict.fromkeys(near))[:6])}." if near else "`heedful theory` lists them."
+    raise ValueError(f"no claim is called {name!r}. {hint}")
+
+
+def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Record]:
+    """Judge what a plan asks for and has no fresh finding; the records of all of it, in the order of the texts.
+
+    What was measured is used again while its fingerprint is fresh. What could not be measured (a model is missing, a
+    check crashed, a limit was reached) is tried again.
+    """
+    claims = select(plan)
+    marks = fingerprints_of(plan.registry)
+    journal = Journal(plan.out / "findings.jsonl")
+    kept = {} if plan.fresh else journal.fresh(marks)
+    found = {
+        claim.id: kept[claim.id]["outcome"]
+        for claim in claims
+        if claim.id in kept and kept[claim.id]["outcome"]["evidence"] is not None
+    }
+    chapter_of = {claim.id: chapter for chapter in chapters_of(plan.registry) for claim in chapter.claims}
+    by_id = {claim.id: claim for claim in claims}
+    for place, claim in enumerate(list(found), start=1):
+        told(record(chapter_of[claim], by_id[claim], found[claim]), place, len(claims))
+    missing = [claim for claim in claims if claim.id not in found]
+    missing.sort(key=lambda claim: not claim.slow)  # what takes long begins first
+    plan.out.mkdir(parents=True, exist_ok=True)
+    for claim, mark, outcome in outcomes(
+        plan.registry,
+        [claim.id for claim in missing],
+        jobs=plan.jobs or cores(),
+        limit=lambda claim: plan.limit_of(by_id[claim]),
+        log=plan.out / "workers.log",
+    ):
+        if mark and mark != marks[claim]:
+            outcome = undecided("the sources changed while it ran; run it again", outcome["seconds"])
+        journal.add(claim, mark or marks[claim], outcome)
+        found[claim] = outcome
+        told(record(chapter_of[claim], by_id[claim], outcome), len(found), len(claims))
+    return [record(chapter_of[claim.id], claim, found[claim.id]) for claim in claims]
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
