@@ -1,9 +1,10 @@
 """A claim and what became of it, in plain data: what `heedful theory --json` prints, and what the book is made of.
 
-    id, chapter, section, kind, slow
+    id, chapter, source, section, kind, slow
     statement, condition, reason      {"en": …, "zh": …}, the last two may be null
     formula                           LaTeX
     verdict, because                  HOLDS, HOLDS_WHEN, FAILS or UNDECIDED, and why it is undecided
+    ran                               false for a slow claim that was not asked for
     first, differs                    the verdict of a first reading, and whether ours is another
     evidence                          {case, holds, text, note, comparisons}, null where nothing was measured
     control                           {case, holds, flipped, text, note, comparisons}
@@ -39,7 +40,8 @@ EXPECTED = {
 
 def record(chapter: Chapter, claim: Claim, outcome: dict[str, Any]) -> Record:
     """A claim with the outcome of its check."""
-    return {"chapter": chapter.name, "source": chapter.text, **_record(claim, outcome), "seconds": outcome["seconds"]}
+    made = {"chapter": chapter.name, "source": chapter.text, **_record(claim, outcome), "seconds": outcome["seconds"]}
+    return made if outcome["ran"] else {**made, "ran": False, "differs": False}
 
 
 def _record(claim: Claim, outcome: dict[str, Any]) -> Record:
@@ -63,6 +65,7 @@ def _record(claim: Claim, outcome: dict[str, Any]) -> Record:
         "condition": _both(claim.condition),
         "verdict": outcome["verdict"],
         "because": outcome["because"],
+        "ran": True,
         "first": claim.first,
         "differs": outcome["verdict"] not in EXPECTED[claim.first],
         "reason": _both(claim.reason),

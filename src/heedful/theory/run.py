@@ -21,7 +21,7 @@ from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import Claim, Kind
 from heedful.theory.journal import Journal, fingerprints
 from heedful.theory.records import Record, record
-from heedful.theory.workers import load, outcomes, undecided
+from heedful.theory.workers import Outcome, load, outcomes, undecided
 
 REGISTRY = "heedful.theory.chapters"
 FAST_LIMIT, SLOW_LIMIT = 120.0, 1800.0
@@ -38,7 +38,8 @@ class Plan:
     out        where findings are kept
     ids        these claims; all where there are none
     chapter    by its name
-    slow       slow claims too; one that is asked for by its id runs in any case
+    slow       run slow claims too; without it they are told as not run, unless there is a fresh finding of them or they
+               are asked for by their ids
     jobs       processes side by side
     fresh      judge again what was judged before
     limit      seconds for each claim, instead of FAST_LIMIT and SLOW_LIMIT
@@ -113,7 +114,6 @@ def select(plan: Plan) -> list[Claim]:
         if (not wanted or claim.id in wanted)
         and plan.chapter in (None, chapter.name)
         and plan.kind in (None, claim.kind)
-        and (plan.slow or not claim.slow or claim.id in wanted)
     ]
 
 
@@ -135,35 +135,38 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
     What was measured is used again while its fingerprint is fresh. What could not be measured (a model is missing, a
     check crashed, a limit was reached) is tried again.
     """
-    claims = select(plan)
+    claims = {claim.id: claim for claim in select(plan)}
+    chapter_of = {claim.id: chapter for chapter in chapters_of(plan.registry) for claim in chapter.claims}
     marks = fingerprints_of(plan.registry)
     journal = Journal(plan.out / "findings.jsonl")
+    found: dict[str, Outcome] = {}
+
+    def add(name: str, outcome: Outcome) -> None:
+        found[name] = outcome
+        told(record(chapter_of[name], claims[name], outcome), len(found), len(claims))
+
     kept = {} if plan.fresh else journal.fresh(marks)
-    found = {
-        claim.id: kept[claim.id]["outcome"]
-        for claim in claims
-        if claim.id in kept and kept[claim.id]["outcome"]["evidence"] is not None
-    }
-    chapter_of = {claim.id: chapter for chapter in chapters_of(plan.registry) for claim in chapter.claims}
-    by_id = {claim.id: claim for claim in claims}
-    for place, claim in enumerate(list(found), start=1):
-        told(record(chapter_of[claim], by_id[claim], found[claim]), place, len(claims))
-    missing = [claim for claim in claims if claim.id not in found]
-    missing.sort(key=lambda claim: not claim.slow)  # what takes long begins first
+    for name, claim in claims.items():
+        if name in kept and kept[name]["outcome"]["evidence"] is not None:
+            add(name, kept[name]["outcome"])
+        elif claim.slow and not plan.slow and not plan.ids:
+            add(name, undecided("slow: not run", ran=False))
+    missing = [name for name in claims if name not in found]
+    missing.sort(key=lambda name: not claims[name].slow)  # what takes long begins first
     plan.out.mkdir(parents=True, exist_ok=True)
-    for claim, mark, outcome in outcomes(
+    judged = outcomes(
         plan.registry,
-        [claim.id for claim in missing],
+        missing,
         jobs=plan.jobs or cores(),
-        limit=lambda claim: plan.limit_of(by_id[claim]),
+        limit=lambda name: plan.limit_of(claims[name]),
         log=plan.out / "workers.log",
-    ):
-        if mark and mark != marks[claim]:
+    )
+    for name, mark, outcome in judged:
+        if mark and mark != marks[name]:
             outcome = undecided("the sources changed while it ran; run it again", outcome["seconds"])
-        journal.add(claim, mark or marks[claim], outcome)
-        found[claim] = outcome
-        told(record(chapter_of[claim], by_id[claim], outcome), len(found), len(claims))
-    return [record(chapter_of[claim.id], claim, found[claim.id]) for claim in claims]
+        journal.add(name, mark or marks[name], outcome)
+        add(name, outcome)
+    return [record(chapter_of[name], claim, found[name]) for name, claim in claims.items()]
 
 
 def cores() -> int:

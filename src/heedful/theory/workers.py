@@ -36,13 +36,13 @@ def judge(claim: Claim) -> Outcome:
         finding = decide(claim)
     except (Exception, SystemExit) as error:
         finding = Finding(claim.id, Verdict.UNDECIDED, because=f"the check failed to run: {_sentence(error)}")
-    return {**_outcome(claim, finding), "seconds": round(time.perf_counter() - start, 4)}
+    return {**_outcome(claim, finding), "seconds": round(time.perf_counter() - start, 4), "ran": True}
 
 
-def undecided(because: str, seconds: float = 0.0) -> Outcome:
+def undecided(because: str, seconds: float = 0.0, *, ran: bool = True) -> Outcome:
     """The outcome of a claim that nothing was measured for."""
     empty = {"evidence": None, "control": None, "corrected": None, "figure": None}
-    return {"verdict": str(Verdict.UNDECIDED), **empty, "because": because, "seconds": round(seconds, 4)}
+    return {"verdict": str(Verdict.UNDECIDED), **empty, "because": because, "seconds": round(seconds, 4), "ran": ran}
 
 
 def number(value: float) -> float | str:
