@@ -45,12 +45,18 @@ FIRST: dict[str, Said] = {
     "empirical": {"en": "needs a model", "zh": "须用模型测量"},
     "design": {"en": "wording", "zh": "表述，无可判定"},
 }
-BECAUSE = {
-    "wording: nothing to decide": "属于表述，无可判定",
-    "no check decides it": "没有可以判定它的检验",
-    "a number is missing (NaN)": "缺少一个数值（NaN）",
-    "it fails, but nothing is said of what is true instead": "它不成立，但尚未给出正确的说法",
-    "slow: not run": "耗时较长：未运行",
+BECAUSE: dict[str, Said] = {
+    "wording: nothing to decide": {"en": "Wording: nothing to decide.", "zh": "属于表述，无可判定。"},
+    "no check decides it": {"en": "No check decides it.", "zh": "没有可以判定它的检验。"},
+    "a number is missing (NaN)": {"en": "A number is missing (NaN).", "zh": "缺少一个数值（NaN）。"},
+    "it fails, but nothing is said of what is true instead": {
+        "en": "It fails, but nothing is said of what is true instead.",
+        "zh": "它不成立，但尚未给出正确的说法。",
+    },
+    "slow: not run": {
+        "en": "Slow, and not run for this book: heedful theory --all runs it.",
+        "zh": "耗时较长，本书未运行；heedful theory --all 会运行它。",
+    },
 }
 """Reasons that the judge gives in every chapter; a check's own are told as they are."""
 
@@ -110,9 +116,9 @@ def _opening(records: Sequence[Record], chapters: Sequence[Mapping[str, Any]]) -
     texts = len(chapters)
     lead_en = (
         f"{len(records)} statements of {texts} text{'s' if texts != 1 else ''} on attention, each decided by a "
-        "program. A check measures what the statement says. The same check then runs on a control, a variant broken on purpose, "
-        "and has to come out the other way; a check that can’t tell the two apart decides nothing. What fails is "
-        "followed by a counterexample to run and by what is true instead, which is put to the same test."
+        "program. A check measures what the statement says. The same check then runs on a control, a variant broken "
+        "on purpose, and has to come out the other way; a check that can’t tell the two apart decides nothing. What "
+        "fails is followed by a counterexample to run and by what is true instead, which is put to the same test."
     )
     lead_zh = (
         f"{texts} 篇关于注意力的文稿中的 {len(records)} 条命题，逐条由程序判定。检验先测量命题所说的量，"
@@ -193,8 +199,8 @@ def _reason(record: Record) -> str:
 
 def _because(sentence: str) -> str:
     if sentence in BECAUSE:
-        return say({"en": sentence, "zh": BECAUSE[sentence]})
-    return escape(sentence)
+        return say(BECAUSE[sentence])
+    return escape(sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "。")) else "."))
 
 
 def _toolbar() -> str:
@@ -388,7 +394,8 @@ def _foot(records: Sequence[Record], made: str) -> str:
     zh = f"结果相反的对照：{len(ran)} 个中有 {flipped} 个。全部检验用时 {seconds:.1f} 秒。"
     keys = (
         f"<p><kbd>/</kbd> {_t('search', '搜索')} · <kbd>j</kbd> <kbd>k</kbd> "
-        f"{_t('next, previous claim', '下一条、上一条')} · <kbd>Esc</kbd> {_t('show all', '全部显示')}</p>"
+        f"{_t('next, previous claim', '下一条、上一条')} · "
+        f"<kbd>l</kbd> {_t('language', '语言')} · <kbd>Esc</kbd> {_t('show all', '全部显示')}</p>"
     )
     return f'<footer class="foot"><p>{_t(en, zh)}</p>{keys}<p>{escape(made)}</p></footer>'
 

@@ -6,7 +6,8 @@ aligned. What is not known is an error that names it, never something that looks
 written.
 
 A converter of our own, because what general ones give needs mending nearly everywhere before browsers set it well
-(limits beside ∑, names in italics, a wide gap around a transpose) and because the terminal shall say the same as the page.
+(limits beside ∑, names in italics, a wide gap around a transpose) and because the
+terminal shall say the same as the page.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ENVIRONMENTS = {*FENCES, "matrix", "smallmatrix", "aligned", "align*", "gathered
 THIN = "0.167em"
 
 # What an element is in a formula; it decides the room around its neighbours.
-ORD, OP, BIN, REL, OPEN, CLOSE, PUNCT, SPACE = "ord", "op", "bin", "rel", "open", "close", "punct", "space"
+ORD, OP, BIN, REL, OPEN, CLOSE, BAR, PUNCT, SPACE = "ord", "op", "bin", "rel", "open", "close", "bar", "punct", "space"
 
 
 @cache
@@ -225,7 +226,7 @@ class _Parser:
             case ")" | "]":
                 return _leaf("mo", token, CLOSE, stretchy="false")
             case "|":
-                return _leaf("mo", token, ORD, stretchy="false", lspace="0", rspace="0")
+                return _leaf("mo", token, BAR, stretchy="false", lspace="0", rspace="0")
             case "," | ";":
                 return _leaf("mo", token, PUNCT)
             case "/" | "!" | ".":
@@ -266,7 +267,7 @@ class _Parser:
         if name in symbols.SPACES:
             return _leaf("mspace", "", SPACE, width=symbols.SPACES[name])
         if name == "|":
-            return _leaf("mo", "‖", ORD, stretchy="false", lspace="0", rspace="0")
+            return _leaf("mo", "‖", BAR, stretchy="false", lspace="0", rspace="0")
         if name in symbols.OPENING:
             return _leaf("mo", symbols.OPENING[name], OPEN, stretchy="false", form="prefix", lspace="0", rspace="0")
         if name in symbols.CLOSING:
@@ -513,4 +514,6 @@ def _raised(text: str) -> str:
 
 def _lowered(text: str) -> str:
     text = text.strip().replace(" ", "")
+    if len(text) > 2 and text.isalpha():  # small letters in a row are hard to read
+        return f"_{text}"
     return "".join(BELOW[one] for one in text) if all(one in BELOW for one in text) else f"_{_closed(text)}"

@@ -10,8 +10,8 @@ POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def number_text(value: float | str, digits: int = 6) -> str:
     """A number to so many digits.
 
-    >>> number_text(58.0), number_text(-0.02441), number_text(3.3e-16), number_text(1 / 3), number_text("Infinity")
-    ('58', '−0.02441', '3.3×10⁻¹⁶', '0.333333', '∞')
+    >>> number_text(58.0), number_text(-0.02441), number_text(3.3333e-16), number_text(1 / 3), number_text("Infinity")
+    ('58', '−0.02441', '3.33×10⁻¹⁶', '0.333333', '∞')
     """
     value = float(value)
     if math.isnan(value):
@@ -22,6 +22,7 @@ def number_text(value: float | str, digits: int = 6) -> str:
         return str(int(value)).replace("-", "−")
     text = f"{value:.{digits}g}"
     if "e" in text:
+        text = f"{value:.{min(digits, 3)}g}"
         factor, power = text.split("e")
         text = f"{factor}×10{str(int(power)).translate(POWERS)}" if factor not in ("1", "-1") else _power(factor, power)
     return text.replace("-", "−")

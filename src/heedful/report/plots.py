@@ -15,6 +15,8 @@ from typing import Any
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 42
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "4 2 1 2 1 2")
+MARKED = 16
+"""A line with more points than this has no marks on it."""
 MARKS = ("circle", "square", "diamond", "triangle", "cross", "ring")
 
 
@@ -53,9 +55,10 @@ def line_plot(figure: Mapping[str, Any]) -> str:
 def legend(figure: Mapping[str, Any]) -> str:
     """What each line is, in the order of the series."""
     items = []
-    for index, name in enumerate(figure["series"]):
+    for index, (name, (xs, _)) in enumerate(figure["series"].items()):
         line = "" if figure["points"] else _path("M1 6H29", index)
-        swatch = f'<svg viewBox="0 0 30 12" aria-hidden="true">{line}{_mark(index, 15, 6)}</svg>'
+        mark = _mark(index, 15, 6) if figure["points"] or len(xs) <= MARKED else ""
+        swatch = f'<svg viewBox="0 0 30 12" aria-hidden="true">{line}{mark}</svg>'
         items.append(f"<li>{swatch}{escape(name)}</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -153,7 +156,7 @@ def _series(index: int, points: list[tuple[float, float]], across: Axis, up: Axi
     line = ""
     if not clouds and len(places) > 1:
         line = _path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), index)
-    marked = places if clouds or len(places) <= 16 else []
+    marked = places if clouds or len(points) <= MARKED else []
     return line + "".join(_mark(index, x, y) for x, y in marked)
 
 

@@ -9,8 +9,8 @@ _GREEK = (
 )
 _ORDINARY = (
     r"infty ∞ partial ∂ nabla ∇ ell ℓ hbar ℏ emptyset ∅ varnothing ∅ top ⊤ bot ⊥ forall ∀ exists ∃ nexists ∄ neg ¬ "
-    r"lnot ¬ dots … ldots … dotsc … cdots ⋯ dotsb ⋯ vdots ⋮ ddots ⋱ prime ′ angle ∠ triangle △ square □ Re ℜ Im ℑ aleph ℵ "
-    r"% % # # $ $ & & _ _ checkmark ✓ degree °"
+    r"lnot ¬ dots … ldots … dotsc … cdots ⋯ dotsb ⋯ vdots ⋮ ddots ⋱ prime ′ angle ∠ triangle △ square □ Re ℜ Im ℑ "
+    r"aleph ℵ % % # # $ $ & & _ _ checkmark ✓ degree °"
 )
 _BINARY = (
     "cdot · times × div ÷ pm ± mp ∓ ast ∗ star ⋆ circ ∘ bullet • oplus ⊕ ominus ⊖ otimes ⊗ odot ⊙ cup ∪ cap ∩ "

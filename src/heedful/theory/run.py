@@ -24,7 +24,7 @@ from heedful.theory.records import Record, record
 from heedful.theory.workers import Outcome, load, outcomes, undecided
 
 REGISTRY = "heedful.theory.chapters"
-FAST_LIMIT, SLOW_LIMIT = 120.0, 1800.0
+FAST_LIMIT, SLOW_LIMIT = 300.0, 1800.0
 """Seconds that a claim may take: many times what it should, for the machine may be busy."""
 
 Told = Callable[[Record, int, int], None]

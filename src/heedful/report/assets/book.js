@@ -12,7 +12,10 @@
   const chips = [...document.querySelectorAll("[data-verdict-chip]")];
   const pressed = (button) => button.getAttribute("aria-pressed") === "true";
   const press = (button, on) => button.setAttribute("aria-pressed", String(on));
-  const words = { en: { copied: "Copied", copy: "Copy" }, zh: { copied: "已复制", copy: "复制" } };
+  const words = {
+    en: { copied: "Copied", copy: "Copy", shown: (n, all) => (n === all ? `${n} claims` : `${n} of ${all} claims`) },
+    zh: { copied: "已复制", copy: "复制", shown: (n, all) => (n === all ? `${n} 条命题` : `${all} 条中的 ${n} 条`) },
+  };
 
   function filter() {
     const wanted = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -33,7 +36,7 @@
       section.hidden = !section.querySelector("article.claim:not([hidden])");
     $("nothing").hidden = shown > 0;
     $("reset").hidden = shown === claims.length;
-    $("shown").textContent = shown === claims.length ? String(shown) : `${shown} / ${claims.length}`;
+    $("shown").textContent = words[heedful.language()].shown(shown, claims.length);
   }
   function reset() {
     $("search").value = "";
@@ -94,6 +97,7 @@
     else if (event.key === "/") { event.preventDefault(); $("search").focus(); }
     else if (event.key === "j") step(1);
     else if (event.key === "k") step(-1);
+    else if (event.key === "l") document.querySelector("[data-language][aria-pressed=false]").click();
   });
   // The contents lie open beside the text where there is room, and folded above it where there is none.
   const roomy = matchMedia("(min-width: 64rem)");
@@ -108,13 +112,31 @@
     }), { rootMargin: "-15% 0px -70% 0px" });
     claims.forEach((claim) => seen.observe(claim.element));
   }
+  // Chromium reserves the widest root sign that the font has, whichever it draws, and leaves a gap; take it back.
+  const closeGaps = () => document.querySelectorAll("msqrt").forEach((root) => {
+    const last = root.lastElementChild?.getBoundingClientRect(), whole = root.getBoundingClientRect();
+    if (last && whole.right - last.right > 2) root.style.marginRight = `${last.right - whole.right + 1}px`;
+  });
+  document.fonts.ready.then(closeGaps);
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("details:not([open]):not(#contents)")];
     folded.forEach((e) => { e.open = true; });
   });
   addEventListener("afterprint", () => folded.forEach((e) => { e.open = false; }));
-  heedful.onChange(speak);
+  // The other language has other heights; what one was reading stays where it was.
+  let held = null;
+  document.querySelectorAll("[data-language]").forEach((b) => b.addEventListener("click", () => {
+    const element = claims.map((claim) => claim.element).find((e) => !e.hidden && e.getBoundingClientRect().bottom > 70);
+    held = element && element.getBoundingClientRect().top < innerHeight
+      ? { element, top: element.getBoundingClientRect().top } : null;
+  }, true));
+  heedful.onChange(() => {
+    speak();
+    filter();
+    if (held) scrollBy(0, held.element.getBoundingClientRect().top - held.top);
+    held = null;
+  });
   speak();
   filter();
   follow();
