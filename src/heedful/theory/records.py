@@ -20,13 +20,13 @@ A comparison is {name, measured, relation, expected, holds, noise, alarm}; numbe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import Claim, Text, Verdict
 
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 EXPECTED = {
     "holds": {Verdict.HOLDS},

@@ -1,0 +1,76 @@
+"""What `heedful theory` does: run what was asked for, write the book, and tell what was found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import heedful
+from heedful.report.book import book
+from heedful.report.shell import check_language
+from heedful.show import claims
+from heedful.theory import run
+from heedful.theory.records import Record, controls
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run found, and how it is to be told."""
+
+    records: list[Record]
+    chapters: list[dict[str, Any]]
+    seconds: float
+    language: str
+    one: bool
+    html: Path | None
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a check could not tell a claim from its control."""
+        return 0 if all(one["control"]["flipped"] for one in controls(self.records)) else 1
+
+    def show(self) -> None:
+        if self.one and self.records:
+            claims.print_claim(self.records[0], language=self.language)
+        else:
+            claims.print_claims(self.records, self.chapters, seconds=self.seconds, language=self.language)
+        if self.html is not None:
+            claims.print_written(self.html)
+
+
+def theory(
+    ids: tuple[str, ...],
+    *,
+    chapter: str | None,
+    kind: str | None,
+    failed: bool,
+    slow: bool,
+    jobs: int,
+    limit: float,
+    out: Path,
+    fresh: bool,
+    html: Path | None,
+    language: str,
+) -> Answer:
+    """Raises ValueError for a claim, chapter, kind or language that there is not."""
+    check_language(language)
+    plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, run.REGISTRY)
+    run.select(plan)  # a wrong name is told before anything is begun
+    start = time.perf_counter()
+    with claims.Progress() as progress:
+        records = run.run(plan, progress.told)
+    seconds = time.perf_counter() - start
+    if failed:
+        records = [record for record in records if record["verdict"] == "FAILS"]
+    chapters = [
+        {"name": one.name, "title": {"en": one.title.en, "zh": one.title.zh}, "text": one.text}
+        for one in run.chapters_of(plan.registry)
+    ]
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        made = f"heedful {heedful.__version__}, {datetime.now(UTC):%Y-%m-%d}"
+        html.write_text(book(records, chapters, made=made, language=language), encoding="utf-8")
+    return Answer(records, chapters, seconds, language, len(ids) == 1, html)
