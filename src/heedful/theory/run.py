@@ -21,7 +21,7 @@ from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import Claim, Kind
 from heedful.theory.journal import Journal, fingerprints
 from heedful.theory.records import Record, record
-from heedful.theory.workers import Outcome, load, outcomes, undecided
+from heedful.theory.workers import Outcome, judge, load, outcomes, undecided
 
 REGISTRY = "heedful.theory.chapters"
 FAST_LIMIT, SLOW_LIMIT = 300.0, 1800.0
@@ -149,6 +149,8 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
     for name, claim in claims.items():
         if name in kept and kept[name]["outcome"]["evidence"] is not None:
             add(name, kept[name]["outcome"])
+        elif claim.check is None:
+            add(name, judge(claim))  # there is nothing to run
         elif claim.slow and not plan.slow and not plan.ids:
             add(name, undecided("slow: not run", ran=False))
     missing = [name for name in claims if name not in found]
