@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from heedful.report.book import VERDICTS, anchor, book
+from heedful.report.book import VERDICTS, anchor, book, typeset
 from heedful.report.numbers import measured_text, number_text
 from heedful.report.plots import line_plot, linear_ticks, log_ticks
 from heedful.theory.chapters.chapter import Chapter
@@ -102,10 +102,11 @@ def whole():
 
 def test_every_claim_is_there_in_both_languages(whole):
     reader = read(whole)
-    said = {code: set(texts) for code, texts in reader.texts.items()}
     for claim in claims_of().values():
         assert anchor(claim.id) in reader.ids
-        assert claim.statement.en in said["en"] and claim.statement.zh in said["zh"]
+        for language in ("en", "zh"):
+            said = typeset(getattr(claim.statement, language))
+            assert f'<span lang="{language}">{said}</span>' in whole
     assert len(reader.ids) == len(set(reader.ids))
 
 

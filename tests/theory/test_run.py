@@ -246,6 +246,15 @@ def test_a_name_that_there_is_not_is_told_with_those_near_to_it(theory, tmp_path
     assert said in str(mistake.value)
 
 
+def test_a_finding_by_sources_that_changed_meanwhile_is_none(theory, tmp_path, monkeypatch):
+    claim = run.claims_of("toy_theory")["C1"]
+    monkeypatch.setattr(run, "outcomes", lambda *given, **more: iter([("C1", "another", workers.judge(claim))]))
+    plan = Plan(tmp_path, ids=("C1",), registry="toy_theory")
+    (record,) = run.run(plan)
+    assert record["verdict"] == "UNDECIDED" and record["because"].startswith("the sources changed")
+    assert Journal(tmp_path / "findings.jsonl").fresh(run.fingerprints_of("toy_theory")) == {}
+
+
 def test_ids_are_unique_over_all_chapters():
     assert len(run.claims_of()) == sum(len(chapter.claims) for chapter in run.chapters_of())
     assert set(run.fingerprints_of()) == set(run.claims_of())

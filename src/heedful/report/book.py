@@ -98,6 +98,30 @@ def anchor(claim: str) -> str:
     return re.sub(r"\s+", "_", claim)
 
 
+INDEX = re.compile(r"(?<![a-z]{2})(?<![.`_])([A-Za-zΑ-ω)\]|‖])_(\{[^{}]*\}|model|[A-Za-z0-9α-ω]{1,3})(?![A-Za-z0-9_])")
+EXPONENT = re.compile(r"(?<=[\w)\]|‖>])\^(\{[^{}]*\}|\([^()]*\)|[−-]?(?:\([^()]*\)|\d+(?:\.\d+)?|[A-Za-zα-ω¼½]))")
+
+
+def typeset(text: str) -> str:
+    """Escaped text with its indices lowered and its exponents raised; names in code stay as they are.
+
+    >>> typeset("|A_ij| < e^{-x} in R^d, q_proj, S_exp"), typeset("k^(a−1) W_Kᵀ, x^−0.5")
+    ('|A<sub>ij</sub>| &lt; e<sup>-x</sup> in R<sup>d</sup>, q_proj, S<sub>exp</sub>',
+     'k<sup>a−1</sup> W<sub>K</sub>ᵀ, x<sup>−0.5</sup>')
+    """
+    lowered = INDEX.sub(lambda found: f"{found[1]}<sub>{found[2].strip('{}')}</sub>", escape(text))
+    return EXPONENT.sub(lambda found: f"<sup>{_without_brackets(found[1])}</sup>", lowered)
+
+
+def _without_brackets(text: str) -> str:
+    return text[1:-1] if text[0] in "{(" else text
+
+
+def _prose(text: Said) -> str:
+    """What `say` does, for sentences with mathematics in them."""
+    return "".join(f'<span lang="{code}">{typeset(text[code])}</span>' for code in shell.LANGUAGES)
+
+
 def _t(en: str, zh: str, tag: str = "span") -> str:
     return say({"en": en, "zh": zh}, tag)
 
@@ -193,7 +217,7 @@ def _differing(records: Sequence[Record]) -> str:
 
 def _reason(record: Record) -> str:
     if record["reason"]:
-        return say(record["reason"])
+        return _prose(record["reason"])
     return _because(record["because"]) if record["because"] else ""
 
 
@@ -272,9 +296,9 @@ def _claim(record: Record) -> str:
 
 def _content(record: Record) -> str:
     """What a claim and a corrected form have alike."""
-    parts = [f'<p class="statement">{say(record["statement"])}</p>', _formula(record["formula"])]
+    parts = [f'<p class="statement">{_prose(record["statement"])}</p>', _formula(record["formula"])]
     if record["condition"]:
-        parts.append(f'<p class="condition"><b>{_t("When", "条件")}</b> {say(record["condition"])}</p>')
+        parts.append(f'<p class="condition"><b>{_t("When", "条件")}</b> {_prose(record["condition"])}</p>')
     findings = _evidence(record)
     if record["because"] and not record["differs"]:
         parts.append(f'<p class="because">{_because(record["because"])}</p>')
@@ -295,7 +319,7 @@ def _afterwards(record: Record) -> str:
         reason = _reason(record)
         parts.append(f'<p class="reason"><b>{lead}</b> {say(FIRST[record["first"]])}. {reason}</p>')
     elif record["reason"]:
-        parts.append(f'<p class="reason">{say(record["reason"])}</p>')
+        parts.append(f'<p class="reason">{_prose(record["reason"])}</p>')
     return "".join(parts)
 
 
@@ -332,13 +356,13 @@ def _group(title: str, evidence: Mapping[str, Any], outcome: str, kind: str) -> 
     for one in evidence["comparisons"]:
         told = ("✓", _t("holds", "成立")) if one["holds"] else ("✗", _t("does not hold", "不成立"))
         rows.append(
-            f'<tr><th scope="row">{escape(one["name"])}</th><td class="measured">'
+            f'<tr><th scope="row">{typeset(one["name"])}</th><td class="measured">'
             f'{measured_text(one["measured"], one["noise"])}</td><td class="against">{escape(one["relation"])} '
             f'{number_text(one["expected"])}</td><td class="told {"yes" if one["holds"] else "no"}">'
             f'<span aria-hidden="true">{told[0]}</span><span class="visually-hidden">{told[1]}</span></td></tr>'
         )
-    note = f'<tr class="note"><td colspan="4">{escape(evidence["note"])}</td></tr>' if evidence["note"] else ""
-    head = f'<b>{title}</b> {escape(evidence["case"])} <span class="outcome">{outcome}</span>'
+    note = f'<tr class="note"><td colspan="4">{typeset(evidence["note"])}</td></tr>' if evidence["note"] else ""
+    head = f'<b>{title}</b> {typeset(evidence["case"])} <span class="outcome">{outcome}</span>'
     return (
         f'<tbody class="{kind}"><tr class="group"><th colspan="4" scope="rowgroup">{head}</th></tr>'
         f"{''.join(rows)}{note}</tbody>"
@@ -361,7 +385,7 @@ def _figure(record: Record) -> str:
     drawn = plots.line_plot(figure)
     if not drawn:
         return ""
-    caption = f"<figcaption>{say(figure['title'])}</figcaption>"
+    caption = f"<figcaption>{_prose(figure['title'])}</figcaption>"
     return f"<figure>{caption}{drawn}{plots.legend(figure)}</figure>"
 
 
