@@ -133,23 +133,27 @@ def _table(records: Sequence[Record], width: int, language: str) -> Table:
     for record in records:
         said = Text(shorten(record["statement"][language], room))
         table.add_row(Text(record["id"], style="bold"), _verdict(record, language), said)
-        table.add_row("", "", Text(shorten(_evidence_line(record), room), style="dim"))
+        table.add_row("", "", Text(_evidence_line(record, room), style="dim"))
     return table
 
 
-def _evidence_line(record: Record) -> str:
-    """The number that decided it: of a claim that fails the one that does not hold."""
+def _evidence_line(record: Record, room: int) -> str:
+    """The number that decided it: of a claim that fails the one that does not hold. What it is called may be cut."""
     if record["evidence"] is None:
-        return record["because"]
+        return shorten(record["because"], room)
     rows = record["evidence"]["comparisons"]
     telling = next((row for row in rows if not row["holds"]), rows[0])
-    more = f" (+{len(rows) - 1})" if len(rows) > 1 else ""
-    return _comparison(telling) + more
+    numbers = _numbers(telling) + (f" (+{len(rows) - 1})" if len(rows) > 1 else "")
+    return shorten(f"{shorten(telling['name'], max(10, room - cell_len(numbers) - 2))}: {numbers}", room)
 
 
 def _comparison(row: Mapping[str, Any]) -> str:
+    return f"{row['name']}: {_numbers(row)}"
+
+
+def _numbers(row: Mapping[str, Any]) -> str:
     relation = row["relation"] if row["holds"] else f"not {row['relation']}"
-    return f"{row['name']}: {measured_text(row['measured'], row['noise'])} {relation} {number_text(row['expected'])}"
+    return f"{measured_text(row['measured'], row['noise'])} {relation} {number_text(row['expected'])}"
 
 
 def _sums(
