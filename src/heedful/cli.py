@@ -428,6 +428,8 @@ def _cut(
             f"--texts-count {count}: the files hold {len(parts)} texts of {length} tokens. Give more, or fewer tokens."
         )
     return [part for _, part in parts[:count]], [title for title, _ in parts[:count]]
+
+
 @app.command("theory")
 def theory_command(
     ids: Annotated[

@@ -17,7 +17,7 @@ from heedful.measures.rows import RowStatistics, check_operator, over_rows, stat
 from heedful.measures.search import BUDGET, pays_to_form
 from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
-from heedful.shapes import Float, Tensor
+from heedful.shapes import Float, Int, Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,17 +63,33 @@ def head_measures(
     """
     check_operator(op)
     op = op.float()
-    forms, on_cpu = pays_to_form(op), op.device.type == "cpu"  # a GPU has the rows in one launch, and A in a few
-    dense = torch.zeros(op.shape, dtype=op.dtype) if forms and on_cpu else None
+    dense = room_for(op)
     rows = statistics_into(op, dense)
-    if forms and (dense is None or not _was_left(dense, rows)):
-        dense = op.form()  # a mechanism whose own row_sums leaves no matrix
-    energy = rows.frobenius.square()
-    found = spectrum(op if dense is None else dense, k, tau=tau, energy=energy, budget=budget, seed=seed)
+    matrix = matrix_of(op, dense, rows.where, rows.largest)
+    found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed)
     return HeadMeasures(rows, found)
 
 
-def _was_left(dense: Float[Tensor, "*b n m"], rows: RowStatistics) -> bool:
-    """Whether the matrix has each row's largest weight where the row says it is."""
-    at = dense.gather(-1, rows.where.clamp(min=0)[..., None])[..., 0].abs()
-    return torch.allclose(at, rows.largest.to(at.dtype))
+def room_for(op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
+    """Zeros for the pass over the rows to leave the matrix in, where it pays to have it.
+
+    None on a GPU, which has the rows in one launch, and A in a few others.
+    """
+    return torch.zeros(op.shape, dtype=op.dtype) if op.device.type == "cpu" and pays_to_form(op) else None
+
+
+def matrix_of(
+    op: AttentionOperator,
+    left: Float[Tensor, "*b n m"] | None,
+    where: Int[Tensor, "*b n"],
+    largest: Float[Tensor, "*b n"],
+) -> AttentionOperator | Tensor:
+    """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself.
+
+    Not every mechanism's own `row_sums` leaves a matrix; one that was left has each row's largest weight where it is.
+    """
+    if left is not None:
+        at = left.gather(-1, where.clamp(min=0)[..., None])[..., 0].abs()
+        if torch.allclose(at, largest.to(at.dtype)):
+            return left
+    return op.form() if pays_to_form(op) else op

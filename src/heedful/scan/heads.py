@@ -30,9 +30,10 @@ from heedful.measures import (
     spectrum,
     stable_rank,
 )
+from heedful.measures.heads import matrix_of, room_for
 from heedful.measures.places import Places
 from heedful.measures.rows import checked_sums, over_rows
-from heedful.measures.search import FORMED, pays_to_form
+from heedful.measures.search import FORMED
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import Baselines, logit_spread
@@ -69,11 +70,11 @@ def rows_of(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baseli
 def _measured(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines) -> list[dict[str, Any]]:
     op = call.operator().float()
     places = Places(op.layout)
-    dense = torch.zeros(op.shape, dtype=op.dtype, device=op.device) if pays_to_form(op.shape) else None
+    dense = room_for(op)
     sums = checked_sums(op, _request(op, places, dense))
     energy = sums.square.double().sum(-1)
     k = min(how.values, *op.shape[-2:])
-    matrix = op if dense is None else dense
+    matrix = matrix_of(op, dense, sums.where, sums.largest)
     found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
     own = call.kind != "cross"
     pattern = positional_pattern(op, tokens if own else None)
