@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -70,10 +70,12 @@ class Pattern(ABC):
     def pairs(self, n: int, m: int) -> int:
         """How many (query, key) pairs are allowed when n queries follow up on m keys."""
         total = 0
-        for lo in range(m - n, m, 512):
-            hi = min(lo + 512, m)
-            i = torch.arange(lo, hi)[:, None]
-            total += sum(int(self.allows(i, torch.arange(start, stop)).sum()) for start, stop in self.spans(lo, hi, m))
+        for lo in range(m - n, m, 64):
+            hi = min(lo + 64, m)
+            spans = self.spans(lo, hi, m)
+            keys = torch.cat([torch.arange(*span) for span in spans] or [torch.arange(0)])
+            for i in torch.arange(lo, hi)[:, None].split(max(1, 2**20 // max(1, len(keys)))):
+                total += int(self.allows(i, keys).sum())
         return total
 
     def __and__(self, other: Pattern) -> Pattern:
@@ -280,22 +282,44 @@ class RandomBlocks(Pattern):
 
     def allows(self, i, j):
         i, j = i // self.size, j // self.size
-        return self._joined(torch.maximum(i, j), torch.minimum(i, j))
-
-    def _joined(self, later, earlier):
-        blocks = torch.arange(int(later.max()) + 1 if later.numel() else 0, device=later.device)
-        drawn = torch.zeros_like(later - earlier, dtype=torch.bool)
-        for k in range(self.count):
-            draw = _scramble(blocks, self.seed * 1009 + k) % blocks.clamp(min=1)  # once a block, not once a pair
-            drawn |= earlier == draw[later.clamp(min=0)]
-        return drawn & (earlier < later) & (earlier >= 0)
+        last = max((int(x.max()) for x in (i, j) if x.numel()), default=0)
+        drawn = _draws(self.seed, self.count, _room(last + 1)).to(i.device)
+        joined = torch.zeros_like(i - j, dtype=torch.bool)
+        for by_i, by_j in zip(drawn[:, i.clamp(min=0)], drawn[:, j.clamp(min=0)], strict=True):
+            joined |= (j == by_i) | (i == by_j)
+        return joined
 
     def spans(self, lo, hi, m):
-        first, last = max(lo, 0) // self.size, max(hi - 1, 0) // self.size
-        rows = torch.arange(first, last + 1)[:, None]
-        cols = torch.arange(-(-m // self.size))
-        seen = self._joined(torch.maximum(rows, cols), torch.minimum(rows, cols)).any(0).nonzero().flatten()
-        return _clip([(block * self.size, (block + 1) * self.size) for block in seen.tolist()], m)
+        first, stop, blocks = max(lo, 0) // self.size, -(-hi // self.size), -(-m // self.size)
+        room = _room(max(stop, blocks))
+        earlier = _draws(self.seed, self.count, room)[:, first:stop].flatten().tolist()
+        later = (block for own in _drawn_by(self.seed, self.count, room)[first:stop] for block in own)
+        seen = {block for block in (*earlier, *later) if 0 <= block < blocks}
+        return _clip([(block * self.size, (block + 1) * self.size) for block in sorted(seen)], m)
+
+
+def _room(blocks: int) -> int:
+    """A few lengths of table serve every length of sequence."""
+    return 1 << max(blocks - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=16)
+def _draws(seed: int, count: int, blocks: int) -> Int[Tensor, "count blocks"]:
+    """The earlier blocks that each block draws; block 0 has none, and what it holds is no block."""
+    at = torch.arange(blocks)
+    draws = torch.stack([_scramble(at, seed * 1009 + k) % at.clamp(min=1) for k in range(count)])
+    draws[:, 0] = torch.iinfo(draws.dtype).min
+    return draws
+
+
+@lru_cache(maxsize=16)
+def _drawn_by(seed: int, count: int, blocks: int) -> list[list[int]]:
+    """The later blocks that drew each block."""
+    later: list[list[int]] = [[] for _ in range(blocks)]
+    for row in _draws(seed, count, blocks)[:, 1:].tolist():
+        for block, earlier in enumerate(row, 1):
+            later[earlier].append(block)
+    return later
 
 
 @dataclass(frozen=True, repr=False)
