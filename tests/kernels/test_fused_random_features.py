@@ -197,7 +197,6 @@ def test_a_mechanism_that_uses_it_is_the_same_mechanism(name, monkeypatch):
     with h.backend("torch"):
         assert "was asked for" in h.backend.explain(attend, q, k, v) or not ON_GPU
         want = attend(q, k, v)
-    monkeypatch.setattr("heedful.mechanisms.featured.out_of_reach", lambda q: [])
     backend = Backend("triton", form.random_features, form.objections)
     monkeypatch.setitem(random_features.backends, "triton", backend)
     assert h.backend.explain(attend, q, k, v).endswith("→ triton")
@@ -214,7 +213,6 @@ def test_what_is_kept_of_a_projection_follows_it(monkeypatch):
     """The kernel's own copy of W is made once, and again when the map draws other rows, is fitted or replaced."""
     form = _triton_form()
     shrink(form, monkeypatch)
-    monkeypatch.setattr("heedful.mechanisms.featured.out_of_reach", lambda q: [])
     monkeypatch.setitem(random_features.backends, "triton", Backend("triton", form.random_features, form.objections))
     q, k, v = torch.randn(3, 1, 1, 20, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE).unbind()
     phi = h.FavorPlusPlus(8, 20).to(DEVICE)

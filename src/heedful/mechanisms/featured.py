@@ -20,7 +20,7 @@ from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_tok
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
-from heedful.kernels.dispatch import Kernel, as_given, out_of_reach
+from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.linear_step import linear_step
 from heedful.kernels.random_features import random_features
 from heedful.patterns import Causal, Full, Pattern
@@ -103,13 +103,15 @@ class Featured(RecurrentMechanism):
 
     def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
         """Why the kernel that makes features itself can't run; if nothing speaks against it, its inputs."""
-        said = out_of_reach(q)
+        said = []
         if not self.normalise:
             said.append("features are shifted there, which only the normaliser takes out again.")
         if self.log_decay() is not None or self.kernel is not chunked_linear:
             said.append("there is no decay.")
         if segments is not None:
             said.append("there are no segments.")
+        if 0 in (*q.shape, *k.shape, *v.shape):
+            said.append("there is nothing to make features of in an empty tensor.")
         if not isinstance(self.feature_map, LogFeatureMap):
             said.append(f"{type(self.feature_map).__name__} does not give logarithms of features.")
         if said or not isinstance(self.feature_map, LogFeatureMap):
@@ -135,7 +137,10 @@ class Featured(RecurrentMechanism):
         ]
         options = logs._asdict() | dict(key_bias=key_bias, causal=isinstance(self.pattern, Causal))
         del options["key_axes"]
-        return random_features.refuses("triton", *inputs, **options), inputs, options
+        refused = {name: random_features.refuses(name, *inputs, **options) for name in ("triton", "groups")}
+        if all(refused.values()):
+            said = [f"{name}: {reason}" for name, why in refused.items() for reason in why]
+        return said, inputs, options
 
     def prefill(self, q, k, v, *, segments=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
@@ -252,10 +257,10 @@ class Featured(RecurrentMechanism):
             return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
         first = ""
         if isinstance(self.feature_map, LogFeatureMap):
-            refused, _, _ = self._fused(q, k, v, segments)
+            refused, inputs, options = self._fused(q, k, v, segments)
             if not refused:
-                return "random_features/triton: can run\n→ triton"
-            first = f"random_features/triton: {'; '.join(refused)}\n"
+                return random_features.explain(*inputs, **options)
+            first = f"random_features: {'; '.join(refused)}\n"
         if q.shape[-2] < k.shape[-2]:
             q = q.new_zeros(*q.shape[:-2], *k.shape[-2:])
         inputs, options = self._kernel_inputs(q, k, v, segments)
