@@ -272,11 +272,24 @@ def _finite(energy: Tensor) -> Tensor:
 
 def _exact(dense: Float[Tensor, "*b n m"]) -> Profile:
     _finite(dense.sum((-2, -1)))
-    squares = torch.linalg.svdvals(dense.double()).square()
+    squares = _all_squares(dense)
     sums, energy = squares.cumsum(-1), squares.sum(-1)
     slack = ROUNDING * torch.finfo(dense.dtype).eps * energy
     none = torch.zeros_like(energy, dtype=torch.long)
     return Profile(squares, squares, torch.zeros_like(squares), energy, sums, sums, sums, slack, none, 0.0, "exact")
+
+
+def _all_squares(dense: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b s"]:
+    """All σ², in float64.
+
+    Those of a float32 matrix from its Gram matrix, in half the time: they come out to 1e-16 of the largest, and so σ to
+    1e-8 of it, which is less than what is known of the entries.
+    """
+    wide = dense.double()
+    if dense.dtype == torch.float64:
+        return torch.linalg.svdvals(wide).square()
+    short = wide if wide.shape[-2] <= wide.shape[-1] else wide.mT
+    return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp(min=0)
 
 
 def _formed(

@@ -42,7 +42,7 @@ def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], Non
 def print_scan(scan: Scan, width: int | None = None) -> None:
     """The answer in words, and the layers in a table."""
     console = Console(highlight=False, width=width)
-    console.print(scan.words(), soft_wrap=True)
+    console.print(scan.words())
     found = scan.table()
     length = scan.lengths[-1]
     console.print(_layers(found.filter(found["length"] == length), length))
