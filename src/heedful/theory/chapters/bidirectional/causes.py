@@ -24,7 +24,6 @@ from heedful.theory.chapters.bidirectional.heads import (
     by_text_of_smollm2,
     few_tokens,
     gaussian,
-    mean_and_error,
     rank_of,
 )
 from heedful.theory.claim import (
@@ -39,6 +38,7 @@ from heedful.theory.claim import (
     surely_above,
     surely_below,
 )
+from heedful.theory.samples import mean_and_error
 
 if TYPE_CHECKING:
     from heedful.hf.calls import Call

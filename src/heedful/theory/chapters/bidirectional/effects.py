@@ -10,13 +10,9 @@ from heedful.mechanisms import Linformer, Softmax, TruncatedSVD
 from heedful.patterns import Full
 from heedful.shapes import Float, Tensor
 from heedful.theory import models
-from heedful.theory.chapters.bidirectional.heads import (
-    LENGTH,
-    few_tokens,
-    gaussian,
-    mean_and_error,
-)
+from heedful.theory.chapters.bidirectional.heads import LENGTH, few_tokens, gaussian
 from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_least, equal, evidence, surely_above
+from heedful.theory.samples import mean_and_error
 
 # ── N004-effects: low rank expresses less and loses detail
 

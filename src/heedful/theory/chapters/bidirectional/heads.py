@@ -7,7 +7,6 @@ standard error is that of the texts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,19 +42,6 @@ def masked(pattern: Pattern) -> Heads:
     return lambda call, seed: Softmax(pattern, call.scale).operator(call.q, call.per_head(call.k))
 
 
-def random_heads(call: Call, seed: int) -> AttentionOperator:
-    """Gaussian q and k of the same width whose logits have the same spread in each head, under the same mask."""
-    q, k = call.q, call.per_head(call.k)
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(2, *q.shape, generator=generator).unbind()
-    place = torch.arange(q.shape[-2])
-    seen = call.pattern.allows(place[:, None], place).double()
-    logits = (call.scale * q @ k.mT).double()
-    mean = (logits * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
-    spread = (((logits - mean).square() * seen).sum((-2, -1), keepdim=True) / seen.sum()).sqrt().to(q.dtype)
-    return Softmax(call.pattern, q.shape[-1] ** -0.5).operator(spread * x, y)
-
-
 def by_text(
     measure: Callable[[Call, int], Tensor],
     name: str = "minilm",
@@ -76,12 +62,6 @@ def by_text(
 def by_text_of_smollm2(measure: Callable[[Call, int], Tensor]) -> Float[Tensor, " t"]:
     """The same for SmolLM2: 4 texts of 256 tokens, every fifth layer."""
     return by_text(measure, "smollm2", length=256, texts=4, layers=slice(None, None, 5))
-
-
-def mean_and_error(x: Float[Tensor, " t"]) -> tuple[float, float]:
-    """The mean and its standard error."""
-    x = x.flatten().double()
-    return float(x.mean()), float(x.std() / sqrt(len(x)))
 
 
 def by_layer(measure: Callable[[Call, int], Tensor], name: str = "minilm", trained: bool = True) -> list[float]:

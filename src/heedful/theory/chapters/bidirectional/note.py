@@ -19,8 +19,6 @@ from heedful.theory.chapters.bidirectional.heads import (
     few_tokens,
     gaussian,
     masked,
-    mean_and_error,
-    random_heads,
     rank_of,
 )
 from heedful.theory.claim import (
@@ -37,6 +35,8 @@ from heedful.theory.claim import (
     surely_above,
     surely_below,
 )
+from heedful.theory.models import random_like
+from heedful.theory.samples import mean_and_error
 
 # ── N004-zeroshot, N004-encdec: which architecture is best without and with fine-tuning
 
@@ -187,7 +187,7 @@ def own_mask_is_best(masks: tuple[Pattern, Pattern]) -> Evidence:
     }
     alike, alike_error = mean_and_error(
         by_text_of_smollm2(
-            lambda call, text: row_correlation(as_trained(call)) - row_correlation(random_heads(call, text))
+            lambda call, text: row_correlation(as_trained(call)) - row_correlation(random_like(call, text))
         )
     )
     found = [(name, *mean_and_error(gain)) for name, gain in gains.items()]

@@ -21,8 +21,6 @@ from heedful.theory.chapters.bidirectional.heads import (
     as_trained,
     by_text,
     gaussian,
-    mean_and_error,
-    random_heads,
     rank_of,
 )
 from heedful.theory.claim import (
@@ -37,6 +35,8 @@ from heedful.theory.claim import (
     evidence,
     surely_above,
 )
+from heedful.theory.models import random_like
+from heedful.theory.samples import mean_and_error
 
 if TYPE_CHECKING:
     from heedful.hf.calls import Call
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def rows_correlate(heads: Heads) -> Evidence:
     """Mean cosine of two rows in MiniLM, less that of random heads whose logits have the same spread."""
     own = by_text(lambda call, text: row_correlation(heads(call, text + 100)))
-    base = by_text(lambda call, text: row_correlation(random_heads(call, text)))
+    base = by_text(lambda call, text: row_correlation(random_like(call, text)))
     mean, error = mean_and_error(own - base)
     return evidence(
         surely_above("mean cosine of two rows, less that of random heads", mean, 0.1, error=error),
@@ -66,7 +66,7 @@ REDUNDANT = Claim(
     formula=r"\overline{\cos(a_i,a_j)}\quad(i\ne j)",
     check=rows_correlate,
     case=Case("heads of MiniLM", as_trained),
-    control=Case("random heads of the same spread, another draw", random_heads),
+    control=Case("random heads of the same spread, another draw", random_like),
     first="empirical",
     reason=Text(
         "Held against random heads of the same spread, since flat rows are alike whatever they attend to (0.99 in an "
@@ -214,7 +214,7 @@ def mean_spectra() -> Figure:
     lines = {}
     for name, heads, trained in (
         ("MiniLM", as_trained, True),
-        ("random heads of the same spread", random_heads, True),
+        ("random heads of the same spread", random_like, True),
         ("untrained copy", as_trained, False),
     ):
         values = torch.cat(
@@ -237,7 +237,7 @@ SVD = Claim(
     ),
     check=most_values_are_small,
     case=Case("heads of MiniLM", as_trained),
-    control=Case("random heads of the same spread", random_heads),
+    control=Case("random heads of the same spread", random_like),
     first="empirical",
     reason=Text(
         "Trained heads go beyond random ones of the same spread (0.88 of the values below σ₁/10 against 0.54). Part of "

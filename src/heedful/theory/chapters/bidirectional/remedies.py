@@ -20,7 +20,6 @@ from heedful.theory.chapters.bidirectional.heads import (
     by_text,
     gaussian,
     masked,
-    mean_and_error,
     rank_of,
 )
 from heedful.theory.claim import (
@@ -34,6 +33,7 @@ from heedful.theory.claim import (
     evidence,
     surely_above,
 )
+from heedful.theory.samples import mean_and_error
 
 # ── N004-multihead: many heads raise the overall rank
 

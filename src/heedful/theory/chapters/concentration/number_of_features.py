@@ -15,8 +15,9 @@ from heedful.mechanisms import Linear, Softmax
 from heedful.patterns import Full
 from heedful.shapes import Tensor
 from heedful.theory import closed_forms
-from heedful.theory.chapters.concentration.samples import gaussian_keys, mean_and_error, slope_and_error
+from heedful.theory.chapters.concentration.samples import gaussian_keys, slope_and_error
 from heedful.theory.claim import Case, Claim, Evidence, Text, agrees, at_most, equal, evidence
+from heedful.theory.samples import mean_and_error
 
 # ── S002-iid: features of independent components
 

@@ -67,12 +67,6 @@ def integrated_S(f: Activation, beta: float, gamma: float) -> float:
     return first / sqrt(second)
 
 
-def mean_and_error(x: Float[Tensor, " r"]) -> tuple[float, float]:
-    """The mean over repetitions and its standard error."""
-    x = x.flatten().double()
-    return float(x.mean()), float(x.std() / sqrt(len(x)))
-
-
 def slope_and_error(x: Float[Tensor, " k"], y: Float[Tensor, " k"]) -> tuple[float, float]:
     """Least squares of log y on log x: the exponent and its standard error."""
     x, y = x.double().log(), y.double().log()

@@ -10,8 +10,9 @@ from heedful.mechanisms import Quadratic, identity, relu2
 from heedful.patterns import Full
 from heedful.shapes import Float, Tensor
 from heedful.theory import closed_forms
-from heedful.theory.chapters.concentration.samples import Activation, mean_and_error, sampled
+from heedful.theory.chapters.concentration.samples import Activation, sampled
 from heedful.theory.claim import Case, Claim, Evidence, Text, agrees, evidence, surely_below
+from heedful.theory.samples import mean_and_error
 
 # ── S002-Sa: S(a) = E|f| / √E f² in the limit of many keys
 

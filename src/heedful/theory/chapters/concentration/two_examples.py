@@ -15,7 +15,6 @@ from heedful.theory.chapters.concentration.samples import (
     concentration_of,
     gaussian_keys,
     integrated_S,
-    mean_and_error,
     sampled,
 )
 from heedful.theory.claim import (
@@ -31,6 +30,7 @@ from heedful.theory.claim import (
     equal,
     evidence,
 )
+from heedful.theory.samples import mean_and_error
 
 POINTS = [(b, g) for b in (-2.0, -0.5, 0.0, 0.7, 3.0) for g in (0.6, 1.0, 2.5)]
 

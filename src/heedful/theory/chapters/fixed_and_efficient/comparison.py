@@ -15,17 +15,17 @@ from heedful.nn import Orthogonal
 from heedful.patterns import Full
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
-from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import Case, Claim, Evidence, Text, Undecided, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 # ── R003-4.4-QKV: who learns Q, K and V
 
 
 def queries_and_keys_learn(mechanism: Mechanism) -> Evidence:
     """The gradient that reaches queries, keys and values."""
-    q, k, v = (x.requires_grad_() for x in drawn(3, 20, 8))
+    q, k, v = (x.requires_grad_() for x in normal(3, 20, 8))
     out = mechanism(q, k, v)
-    out.backward(drawn(*out.shape, seed=1))
+    out.backward(normal(*out.shape, seed=1))
     sizes = [0.0 if x.grad is None else float(x.grad.norm()) for x in (q, k, v)]
     return evidence(
         *(at_least(f"gradient in {name}", size, 0.1) for name, size in zip("qkv", sizes, strict=True)),
@@ -112,7 +112,7 @@ TOKENS, FEATURES = 128, 8
 
 def directions() -> Tensor:
     """Tokens as unit vectors of width 8, times 60: each has its largest score with itself, by far."""
-    return 60 * torch.nn.functional.normalize(drawn(TOKENS, FEATURES), dim=-1)
+    return 60 * torch.nn.functional.normalize(normal(TOKENS, FEATURES), dim=-1)
 
 
 def gives_the_identity(mechanism: Mechanism) -> Evidence:

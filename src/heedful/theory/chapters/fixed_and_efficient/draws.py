@@ -8,13 +8,9 @@ import torch
 
 from heedful.random_features import RandomFeatures
 from heedful.shapes import Tensor
+from heedful.theory.samples import mean_and_error
 
 DRAWS = 20_000  # at ‖x + y‖² ≤ 2, beyond which tails are too heavy for a standard error to mean much
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Independent N(0, 1) in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def pair(square: float, cosine: float, d: int) -> tuple[Tensor, Tensor]:
@@ -32,10 +28,6 @@ def along(z2: float, d: int) -> tuple[Tensor, Tensor]:
 def estimates(phi: RandomFeatures, x: Tensor, y: Tensor) -> Tensor:
     """φ(x)·φ(y), one for each independent draw: the map has as many heads."""
     return (phi.query(x[None, None]) * phi.key(y[None, None])).sum(-1).flatten()
-
-
-def mean_and_error(samples: Tensor) -> tuple[float, float]:
-    return float(samples.mean()), float(samples.std()) / sqrt(samples.numel())
 
 
 def spread_and_error(samples: Tensor, center: float) -> tuple[float, float]:

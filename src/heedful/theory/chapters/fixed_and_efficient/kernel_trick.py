@@ -16,8 +16,8 @@ from heedful.patterns import Full
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
 from heedful.testing import FlopCounter
-from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import Case, Claim, Evidence, Text, agrees, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -28,7 +28,7 @@ EPS = torch.finfo(torch.float64).eps
 def flops_of_a_layer(n: int, d: int) -> tuple[int, int]:
     """(projections, attention) of a layer with one head of width d, counted as they run."""
     layer = nn.Attention(d, heads=1, mechanism=Softmax(Full()), dtype=torch.float64)
-    x = drawn(n, d)
+    x = normal(n, d)
     with torch.no_grad(), FlopCounter() as whole:
         layer(x)
     with torch.no_grad(), FlopCounter() as inner:
@@ -99,7 +99,7 @@ STANDARD = Claim(
 
 def has_features(kernel: Callable[[Tensor], Tensor]) -> Evidence:
     """The kernel on 24 points: no negative eigenvalue, and features from its eigenvectors that give it back."""
-    gram = kernel(drawn(24, 3))
+    gram = kernel(normal(24, 3))
     values, vectors = torch.linalg.eigh(gram)
     features = vectors * values.clamp(min=0).sqrt()
     rounding = 100 * EPS * float(values[-1])
@@ -172,7 +172,7 @@ MERCER = Claim(
 
 def softmax_is_scaled_exp(axis: int) -> Evidence:
     """Both sides on 50 tokens of width 8, D from the sums of exp(QKᵀ) along an axis."""
-    q, k, v = drawn(3, 50, 8).unbind()
+    q, k, v = normal(3, 50, 8).unbind()
     exps = Quadratic(torch.exp, Full(), scale=1.0, normalise=None).matrix(q, k)
     other = exps / exps.sum(axis, keepdim=True) @ v
     error = (Softmax(Full(), scale=1.0)(q, k, v) - other).abs().max()
@@ -276,7 +276,7 @@ print(torch.exp(q @ k), phi(q) @ phi(k), phi(q) @ phi(k) / m)   # 0.19, 19.1, 0.
 
 def sums_give_the_output(total: Callable[[Tensor], Tensor]) -> Evidence:
     """φ(q)ᵀS / φ(q)ᵀz against the definition, row by row of weights, and S, z against the library's state."""
-    q, k, v = drawn(3, 50, 8).unbind()
+    q, k, v = normal(3, 50, 8).unbind()
     phi, attend = Elu1(), Linear(Elu1(), Full())
     S, z = phi.key(k).mT @ v, total(phi.key(k))
     out = phi.query(q) @ S / (phi.query(q) @ z)[:, None]
@@ -320,7 +320,7 @@ def grows_like_Nmd(build: Callable[[int, int], Mechanism]) -> Evidence:
 def counted_flops(build: Callable[[int, int], Mechanism], n: int, m: int, d: int) -> int:
     """Of features of q and k, of S and of φ(q)ᵀS, 2Nmd each; sums such as z are no products and not counted."""
     mechanism = build(m, d)
-    x = drawn(n, d)
+    x = normal(n, d)
     with torch.no_grad(), FlopCounter() as counter:
         mechanism(x, x, x)
     return counter.flops

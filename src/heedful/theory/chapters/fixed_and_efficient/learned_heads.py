@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import sqrt
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 from torch.nn.functional import cross_entropy, normalize
@@ -30,12 +30,7 @@ from heedful.theory.claim import (
     surely_above,
     surely_below,
 )
-
-
-def with_error(samples: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error."""
-    return mean(samples), stdev(samples) / sqrt(len(samples))
-
+from heedful.theory.samples import mean_and_error
 
 # ── R003-locality: language is local, and heads look near
 
@@ -76,10 +71,10 @@ def near_matters(real: bool) -> Evidence:
         for text in range(4)
     ]
     texts = word_classes() if real else tuple(map(shuffled, word_classes()))
-    gain, error = with_error([mutual_information(x, 1) - mutual_information(x, 20) for x in texts])
+    gain, error = mean_and_error([mutual_information(x, 1) - mutual_information(x, 20) for x in texts])
     i = torch.arange(128)
     even = float(((i[:, None] - i).abs() <= 8).double().mean())
-    share, spread = with_error(near)
+    share, spread = mean_and_error(near)
     return evidence(
         surely_above("mutual information at distance 1 less that at 20 (nats)", gain, 0, error=error),
         surely_above("weight within ±8 tokens, against an even spread", share, 1.5 * even, error=spread),
@@ -169,7 +164,7 @@ def trained_previous(positions: bool, seed: int, n: int = 16, d: int = 32, steps
 
 
 def is_learned(positions: bool) -> Evidence:
-    weight, error = with_error([trained_previous(positions, seed) for seed in range(5)])
+    weight, error = mean_and_error([trained_previous(positions, seed) for seed in range(5)])
     return evidence(surely_above("weight on the previous token, N = 16, by chance 1/16", weight, 4 / 16, error=error))
 
 
@@ -267,7 +262,7 @@ def a_tenth_is_dispensable(chosen: str) -> Evidence:
         costs = []
         for count in (PRUNED, 2 * PRUNED):
             gates = whole.flatten().index_fill(0, order[:count], 0).view_as(whole)
-            costs.append(with_error([float(loss(gates, text)) - before[text] for text in range(6)]))
+            costs.append(mean_and_error([float(loss(gates, text)) - before[text] for text in range(6)]))
     (tenth, error), (fifth, spread) = costs
     return evidence(
         surely_below(f"nats a token that {PRUNED} of 270 heads cost", tenth, 0.1, error=error),
@@ -283,7 +278,7 @@ def heads_have_twins(trained: bool) -> Evidence:
         beyond = normalize((A - 1 / A.shape[-1]).flatten(1), dim=-1)
         cosines = (beyond @ beyond.mT).fill_diagonal_(-1)
         shares.append(float((cosines.amax(-1) > 0.8).double().mean()))
-    share, error = with_error(shares)
+    share, error = mean_and_error(shares)
     return evidence(surely_above("share of heads with a twin", share, 0.4, error=error))
 
 

@@ -14,8 +14,8 @@ from heedful.nn import FrozenProjection, Hadamard, Orthogonal
 from heedful.patterns import Full
 from heedful.shapes import Float, Tensor
 from heedful.testing import FlopCounter
-from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import Case, Claim, Evidence, Text, Undecided, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 # ── R003-4.1: positional patterns carry most of what is useful
 
@@ -168,7 +168,7 @@ Fit = Callable[[Tensor, Tensor], Tensor]
 def comes_near_any_map(fit: Fit) -> Evidence:
     """What is left of a random W, relative to its norm; Ω square and orthogonal."""
     omega = Orthogonal(WIDTH, heads=1, head_dim=WIDTH, seed=0, dtype=torch.float64).dense()
-    W = drawn(WIDTH, WIDTH, seed=1)
+    W = normal(WIDTH, WIDTH, seed=1)
     return evidence(equal("residual / ‖W‖", (fit(W, omega) - W).norm() / W.norm(), 0, within=1e-12))
 
 
@@ -184,7 +184,7 @@ def trained_after(W: Tensor, omega: Tensor) -> Tensor:
 def trained_map_mends_it(rows: int) -> Evidence:
     """V Ω with V trained and `rows` orthonormal rows in Ω."""
     omega = Orthogonal(WIDTH, heads=1, head_dim=rows, seed=0, dtype=torch.float64).dense()
-    W = drawn(WIDTH, WIDTH, seed=1)
+    W = normal(WIDTH, WIDTH, seed=1)
     nearest = W @ omega.mT @ omega  # as ΩΩᵀ = I, the best V is WΩᵀ
     return evidence(equal("residual / ‖W‖", (nearest - W).norm() / W.norm(), 0, within=1e-12))
 
@@ -229,7 +229,7 @@ print((near - W).norm() / W.norm())                          # 1.000: nothing of
 def stretches(d: int, k: int, gain: float, points: int = 64) -> Tensor:
     """‖Ωx − Ωy‖² / ‖x − y‖² for all pairs of Gaussian points, Ω of k orthonormal rows times the gain."""
     omega = Orthogonal(d, heads=1, head_dim=k, seed=0, gain=gain, dtype=torch.float64)
-    x = drawn(points, d, seed=1)
+    x = normal(points, d, seed=1)
     i, j = torch.triu_indices(points, points, 1)
     apart = x[i] - x[j]
     return omega(apart).square().sum(-1) / apart.square().sum(-1)
@@ -315,7 +315,7 @@ def multiplies_fast(kind: type[FrozenProjection]) -> Evidence:
     flops = {}
     for width in (64, 256, 1024):
         omega = kind(width, 1, width, dtype=torch.float64)  # type: ignore[call-arg]
-        x = drawn(1, width)
+        x = normal(1, width)
         with FlopCounter() as counter:
             omega(x)
         flops[width] = float(counter.flops)

@@ -14,7 +14,6 @@ from heedful.patterns import Full
 from heedful.random_features import FavorPlus
 from heedful.random_features.projections import Orthogonal
 from heedful.shapes import Float, Tensor
-from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import (
     Case,
     Claim,
@@ -27,6 +26,7 @@ from heedful.theory.claim import (
     surely_below,
 )
 from heedful.theory.closed_forms import variance_favor_plus, variance_favor_plus_orthogonal
+from heedful.theory.samples import normal
 
 # ── R003-3.3.2-GS: Gram–Schmidt gives ΩᵀΩ = I_m
 
@@ -112,7 +112,7 @@ def rows_of(orthogonal: bool) -> Rows:
 
 
 def correlated_rows(draws: int, d: int) -> Tensor:
-    first, second = drawn(2, draws, d).unbind()
+    first, second = normal(2, draws, d).unbind()
     return torch.stack([first, (first + second) / sqrt(2)], -2)
 
 
@@ -143,7 +143,7 @@ def covariance_is_negative(rows: Rows) -> Evidence:
     """The covariance of two rows of a block, against 2/e − 1 in the plane and the library's variances at d = 8."""
     x, y = torch.eye(2, dtype=torch.float64)
     found, error = covariance(*terms_of(rows, x, y))
-    u, v = drawn(2, 8) * 0.25
+    u, v = normal(2, 8) * 0.25
     wide, wide_error = covariance(*terms_of(rows, u, v))
     expected = 2 * (variance_favor_plus_orthogonal(u, v, 2) - variance_favor_plus(u, v, 2))
     return evidence(
@@ -222,7 +222,7 @@ def comes_near_softmax(scale: float | None) -> Evidence:
     errors have a long tail. The exponent is that between two sizes, its error that of the two means.
     """
     n, d, draws = 64, 16, 64
-    q, k, v = drawn(3, n, d).unbind()
+    q, k, v = normal(3, n, d).unbind()
     q, k = q / 4, k / 4
     exact = Softmax(Full())(q, k, v)
 

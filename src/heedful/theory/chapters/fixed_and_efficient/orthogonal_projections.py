@@ -13,7 +13,6 @@ from heedful.nn import Gaussian, Orthogonal
 from heedful.nn.attention import HeadProjection
 from heedful.patterns import Full
 from heedful.shapes import Float, Tensor
-from heedful.theory.chapters.fixed_and_efficient.draws import drawn
 from heedful.theory.claim import (
     Case,
     Claim,
@@ -27,6 +26,7 @@ from heedful.theory.claim import (
     evidence,
 )
 from heedful.theory.closed_forms import johnson_lindenstrauss_dimension
+from heedful.theory.samples import normal
 
 GRID = [(n, eps) for n in (16, 64, 512, 4096) for eps in (0.1, 0.2, 0.3, 0.5, 0.9)]
 
@@ -50,7 +50,7 @@ def a_good_map_exists(dimension: Callable[[int, float], int]) -> Evidence:
     worst = max(bad_pairs(n, eps, dimension(n, eps)) for n, eps in GRID)
     n, eps, d = 64, 0.5, 768
     k = dimension(n, eps)
-    x, (i, j) = drawn(n, d, seed=1), torch.triu_indices(n, n, 1)
+    x, (i, j) = normal(n, d, seed=1), torch.triu_indices(n, n, 1)
     f = Orthogonal(d, heads=1, head_dim=k, seed=0, gain=sqrt(d / k), dtype=torch.float64)
     ratio = f(x[i] - x[j]).square().sum(-1) / (x[i] - x[j]).square().sum(-1)
     return evidence(
@@ -98,7 +98,7 @@ def likely_good(dimension: Callable[[int, float], int]) -> Evidence:
 def stretch_of_draws(n: int, d: int, k: int, draws: int) -> Float[Tensor, "draws pairs"]:
     """d/k ‖Ωx − Ωy‖² / ‖x − y‖²: every head of a layer's projection is a draw of its own."""
     omega = Orthogonal(d, heads=draws, head_dim=k, seed=0, gain=sqrt(d / k), dtype=torch.float64)
-    x, (i, j) = drawn(n, d, seed=1), torch.triu_indices(n, n, 1)
+    x, (i, j) = normal(n, d, seed=1), torch.triu_indices(n, n, 1)
     apart = x[i] - x[j]
     images = omega(apart).unflatten(-1, (draws, k))
     return (images.square().sum(-1) / apart.square().sum(-1, keepdim=True)).mT
@@ -160,9 +160,9 @@ def gradient_keeps_its_size(through: Through) -> Evidence:
     """
     norms = []
     for length in (1.0, 100.0):
-        x = (length * drawn(64, 32)).requires_grad_()
+        x = (length * normal(64, 32)).requires_grad_()
         out = through(x)
-        out.backward(drawn(*out.shape, seed=2))
+        out.backward(normal(*out.shape, seed=2))
         assert x.grad is not None
         norms.append(float(x.grad.norm(dim=-1).median()))
     ratio = norms[1] / norms[0]
@@ -175,7 +175,7 @@ def gradient_keeps_its_size(through: Through) -> Evidence:
 def frozen_weights(x: Tensor) -> Tensor:
     """Attention of x to 16 given tokens by frozen orthogonal queries and keys."""
     q, k = (Orthogonal(32, heads=1, head_dim=32, seed=seed, dtype=torch.float64) for seed in (0, 1))
-    return Softmax(Full()).matrix(q(x), k(drawn(16, 32, seed=3)))
+    return Softmax(Full()).matrix(q(x), k(normal(16, 32, seed=3)))
 
 
 def frozen_queries(x: Tensor) -> Tensor:
@@ -187,9 +187,9 @@ def map_keeps_gradients(kind: type[Orthogonal] | type[Gaussian]) -> Evidence:
 
     Its largest entry is a(1 − a) with a = e²⁰/(e²⁰ + 3), whatever made the logits.
     """
-    x = drawn(16, 32).requires_grad_()
+    x = normal(16, 32).requires_grad_()
     out = kind(32, heads=1, head_dim=32, seed=0, dtype=torch.float64)(x)
-    g = drawn(*out.shape, seed=2)
+    g = normal(*out.shape, seed=2)
     out.backward(g)
     assert x.grad is not None
     ratio = x.grad.norm(dim=-1) / g.norm(dim=-1)
@@ -249,7 +249,7 @@ for length in (1., 100.):
 def lengths_are_kept(k: int) -> Evidence:
     """‖Ωx‖/‖x‖ over 64 tokens of width 768."""
     omega = Orthogonal(768, heads=1, head_dim=k, seed=0, dtype=torch.float64)
-    x = drawn(64, 768, seed=1)
+    x = normal(64, 768, seed=1)
     ratio = omega(x).norm(dim=-1) / x.norm(dim=-1)
     return evidence(equal("mean of ‖Ωx‖/‖x‖", ratio.mean(), 1, within=1e-13))
 
@@ -260,7 +260,7 @@ def scores_keep_their_spread(gain: float) -> Evidence:
     Tokens are 64 vectors whose entries have mean square 1, as after a normalisation.
     """
     d, k, heads = 768, 64, 24
-    x = sqrt(d) * torch.nn.functional.normalize(drawn(64, d, seed=1), dim=-1)
+    x = sqrt(d) * torch.nn.functional.normalize(normal(64, d, seed=1), dim=-1)
     q, key = (
         Orthogonal(d, heads=heads, head_dim=k, seed=seed, gain=gain, dtype=torch.float64)(x)
         .unflatten(-1, (heads, k))
@@ -316,7 +316,7 @@ def stores_half(qk: HeadProjection | None) -> Evidence:
         torch.manual_seed(0)
         layer = nn.Attention(d, heads=8, qk=qk, seed=None if qk is None else 0)
     optimiser = torch.optim.Adam(layer.parameters())
-    layer(drawn(4, d).float()).square().sum().backward()
+    layer(normal(4, d).float()).square().sum().backward()
     optimiser.step()
     gradients = sum(p.grad.numel() for p in layer.parameters() if p.grad is not None)
     kept = sum(x.numel() for state in optimiser.state.values() for x in state.values() if x.ndim)

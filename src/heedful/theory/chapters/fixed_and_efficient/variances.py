@@ -25,7 +25,6 @@ from heedful.theory.chapters.fixed_and_efficient.draws import (
     DRAWS,
     along,
     estimates,
-    mean_and_error,
     pair,
     spread_and_error,
 )
@@ -48,6 +47,7 @@ from heedful.theory.closed_forms import (
     variance_sderf,
     variance_trig,
 )
+from heedful.theory.samples import mean_and_error
 
 # ── R003-var-Trig: the variance of trigonometric features is high
 

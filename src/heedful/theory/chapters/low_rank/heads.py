@@ -1,27 +1,21 @@
-"""The heads of trained models, and random heads to hold beside them, with what the chapter asks of both.
-
-A random head has independent Gaussian queries and keys of the same width, as many tokens, the same pattern, and logits
-of the same spread along a row. What it shows too is no mark of training.
-"""
+"""The heads of trained models, and random heads to hold beside them, with what the chapter asks of both."""
 
 from __future__ import annotations
 
 from functools import cache
-from math import log, sqrt
-from statistics import fmean, stdev
+from math import log
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from heedful.measures import Spectrum, effective_rank, energy_share, entropy, spectrum
-from heedful.mechanisms import Quadratic, Softmax, identity
-from heedful.operator import AttentionOperator
-from heedful.segments import visible
 from heedful.shapes import Float, Tensor
-from heedful.theory.models import calls
+from heedful.theory.models import calls, random_like
+from heedful.theory.samples import mean_and_error
 
 if TYPE_CHECKING:
-    from heedful.hf.calls import Call
+    pass
 
 
 class Mean(NamedTuple):
@@ -32,7 +26,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, texts: list[float]) -> Mean:
-        return cls(fmean(texts), stdev(texts) / sqrt(len(texts)))
+        return cls(*mean_and_error(texts))
 
 
 class Heads(NamedTuple):
@@ -64,23 +58,6 @@ def heads(name: str, length: int, text: int, trained: bool = True) -> Heads:
         spectra.append(spectrum(op, length))
         entropies.append(entropy(op).mean(-1)[0])
     return Heads(tuple(spectra), tuple(entropies))
-
-
-def random_like(call: Call, seed: int) -> AttentionOperator:
-    """Random heads with the pattern, the width and the spread of these."""
-    shape, generator = call.q.shape, torch.Generator().manual_seed(seed)
-    q, k = torch.randn(2, *shape, generator=generator).unbind()
-    return Softmax(call.pattern).operator(q * spread(call)[..., None, None], k)
-
-
-def spread(call: Call) -> Float[Tensor, "b h"]:
-    """The standard deviation of the logits along a row, as a root mean square over the rows."""
-    scores = Quadratic(identity, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
-    logits = scores.matrix(call.q, call.per_head(call.k)).double()
-    n, m = logits.shape[-2:]
-    count = visible(call.pattern, n, m, call.segments).sum(-1)
-    mean = logits.sum(-1) / count
-    return (logits.square().sum(-1) / count - mean.square()).mean(-1).sqrt().float()
 
 
 def growth(sizes: list[int], numbers: list[float]) -> float:

@@ -12,17 +12,9 @@ from heedful.mechanisms import Quadratic, Softmax, identity
 from heedful.nn import Attention
 from heedful.patterns import Full, Pattern
 from heedful.shapes import Tensor
+from heedful.theory.samples import seeded
 
 EPS = torch.finfo(torch.float64).eps
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    """Standard normal numbers in float64."""
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def scores(q: Tensor, k: Tensor, scale: float | None = 1.0) -> Tensor:
@@ -74,11 +66,6 @@ def project(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a layer with one head."""
     assert attention.q_proj is not None and attention.k_proj is not None
     return attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-
-
-def mean_and_error(samples: Tensor) -> tuple[float, float]:
-    """The mean over the first axis, and its standard error."""
-    return float(samples.mean()), float(samples.std() / len(samples) ** 0.5)
 
 
 def variance_and_error(samples: Tensor) -> tuple[float, float]:

@@ -15,8 +15,9 @@ from heedful.mechanisms import Softmax
 from heedful.patterns import Full
 from heedful.shapes import Tensor
 from heedful.testing.flops import FlopCounter
-from heedful.theory.chapters.scaled_dot_product.common import EPS, exponent, layer, normal
+from heedful.theory.chapters.scaled_dot_product.common import EPS, exponent, layer
 from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 
 class Written(TorchDispatchMode):

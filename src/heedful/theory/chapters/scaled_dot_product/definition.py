@@ -12,9 +12,10 @@ from heedful.core import Mechanism
 from heedful.mechanisms import Softmax
 from heedful.patterns import Full
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, normal, scores, seeded
+from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, scores
 from heedful.theory.claim import Case, Claim, Evidence, Text, at_least, at_most, equal, evidence
 from heedful.theory.models import calls, model
+from heedful.theory.samples import normal, seeded
 
 # ── E5.1.1: Attention(Q, K, V) = Softmax(QKᵀ/√d_k) V
 

@@ -20,10 +20,7 @@ from heedful.theory.chapters.scaled_dot_product.common import (
     exponent_and_error,
     jacobian_norms,
     layer,
-    mean_and_error,
-    normal,
     project,
-    seeded,
     variance_and_error,
 )
 from heedful.theory.claim import (
@@ -40,6 +37,7 @@ from heedful.theory.claim import (
     evidence,
     surely_above,
 )
+from heedful.theory.samples import mean_and_error, normal, seeded
 
 # ── V5.1.8-svd: W = U Σ Vᵀ
 

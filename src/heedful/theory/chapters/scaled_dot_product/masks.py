@@ -11,8 +11,9 @@ from heedful.mechanisms import Softmax
 from heedful.patterns import Causal, Full, Window
 from heedful.segments import from_lengths, visible
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, normal
+from heedful.theory.chapters.scaled_dot_product.common import EPS, layer
 from heedful.theory.claim import Case, Claim, Evidence, Text, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 # ── E5.1.10-shift: what the prediction of position t may depend on
 

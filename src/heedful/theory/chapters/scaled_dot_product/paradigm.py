@@ -10,8 +10,14 @@ from torch import nn
 from heedful.mechanisms import Softmax
 from heedful.patterns import Causal, Pattern, Window
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, normal, project, scores
+from heedful.theory.chapters.scaled_dot_product.common import (
+    EPS,
+    layer,
+    project,
+    scores,
+)
 from heedful.theory.claim import Case, Claim, Evidence, Text, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 # ── P5.1-path: the path between two positions
 

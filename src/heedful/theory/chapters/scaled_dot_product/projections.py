@@ -11,8 +11,9 @@ from heedful.mechanisms import Softmax
 from heedful.nn import Attention
 from heedful.patterns import Full
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, normal, project
+from heedful.theory.chapters.scaled_dot_product.common import EPS, layer, project
 from heedful.theory.claim import Case, Claim, Evidence, Text, at_least, at_most, equal, evidence
+from heedful.theory.samples import normal
 
 # ── E5.1.2: Q = X W_Q, K = X W_K, V = X W_V
 

@@ -15,11 +15,8 @@ from heedful.theory.chapters.scaled_dot_product.common import (
     EPS,
     exponent,
     exponent_and_error,
-    mean_and_error,
-    normal,
     project,
     scores,
-    seeded,
     variance_and_error,
 )
 from heedful.theory.claim import (
@@ -36,6 +33,7 @@ from heedful.theory.claim import (
     surely_above,
     surely_below,
 )
+from heedful.theory.samples import mean_and_error, normal, seeded
 
 SIGMA = 1.3  # standard deviation of the components; not 1, so that σ² and σ⁴ differ
 

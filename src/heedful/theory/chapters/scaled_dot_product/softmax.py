@@ -10,14 +10,7 @@ import torch
 from heedful.mechanisms import Softmax
 from heedful.patterns import Full
 from heedful.shapes import Tensor
-from heedful.theory.chapters.scaled_dot_product.common import (
-    EPS,
-    jacobian_norms,
-    mean_and_error,
-    normal,
-    seeded,
-    softmax_of,
-)
+from heedful.theory.chapters.scaled_dot_product.common import EPS, jacobian_norms, softmax_of
 from heedful.theory.claim import (
     Case,
     Claim,
@@ -32,6 +25,7 @@ from heedful.theory.claim import (
     surely_above,
     surely_below,
 )
+from heedful.theory.samples import mean_and_error, normal, seeded
 
 # ── E5.1.6: Softmax(x)_i = e^{x_i} / Σ e^{x_j}
 
