@@ -55,13 +55,17 @@ def _layers(rows: pl.DataFrame, length: int) -> Table:
     """A line a layer: means over its heads, and how many are of which kind."""
     title = f"{length} tokens, {rows['texts'][0]} texts; means over heads, and how many heads are"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)
-    columns = {"rank90": "rank", "base_rank90": "random", "energy10": "top 10%", "entropy": "entropy", "sink": "first"}
+    columns = {"rank90": "rank", "base_rank90": "random", "energy10": "top10%", "entropy": "entropy", "sink": "first"}
     for name in ("layer", "of", *columns.values(), *KINDS):
-        table.add_column(name, justify="left" if name == "of" else "right")
+        table.add_column(name.replace("positional", "position"), justify="left" if name == "of" else "right")
     for layer in rows["layer"].unique(maintain_order=True):
         part = rows.filter(rows["layer"] == layer)
         counts = [str((part["kind_of_head"] == kind).sum() or "·") for kind in KINDS]
         numbers = [part[name].mean() for name in columns]
-        shown = [f"{x:.3g}" if isinstance(x, float) else "–" for x in numbers]
+        shown = [_short(x) if isinstance(x, float) else "–" for x in numbers]
         table.add_row(str(layer), part["kind"][0], *shown, *counts)
     return table
+
+
+def _short(x: float) -> str:
+    return f"{x:.0f}" if x >= 10 else f"{x:.2f}"
