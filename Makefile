@@ -22,6 +22,7 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-minilm check  ## all tests, and 
 	@echo "── tests"
 	@$(BIN)/python -m pytest -n auto
 	@echo "── theory"
+	@mkdir -p runs
 	@$(BIN)/heedful theory --fresh --out runs/theory --html runs/theory.html > runs/theory.txt; found=$$?; tail -n 12 runs/theory.txt; exit $$found
 
 check: $(VENV)/.installed-dev  ## style and types
