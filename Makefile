@@ -68,7 +68,7 @@ $(VENV)/.installed-scan: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "── installing what the tests need"
-	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf]'
+	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf,ray]'
 	@touch $@
 
 $(VENV)/.installed-theory: $(VENV)/.installed

@@ -37,15 +37,7 @@ class Rule:
 
     pattern: Pattern
     segments: Segments | None = None
-    bias: (
-        Float[
-            Tensor,
-            (
-                b  # h n m
-            ),
-        ]
-        | None
-    ) = None
+    bias: Float[Tensor, "#b #h n m"] | None = None
 
 
 @dataclass

@@ -39,7 +39,7 @@ from heedful.records import OFFSETS
 from heedful.scan.baseline import Baselines, logit_spread
 from heedful.shapes import Tensor
 
-TOGETHER = 1 << 25  # entries of the heads that are formed together: 128 MiB in float32
+TOGETHER = 1 << 23  # entries of the heads that are formed together: 32 MiB in float32
 REACH = 8  # offsets on either side that count as positional
 FIRST = 4  # tokens that count as the first ones
 CERTIFIED = 0.01  # a singular value is certified where its bounds are so close

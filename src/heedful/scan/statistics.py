@@ -24,7 +24,7 @@ class Mean(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def bootstrap(values: Float[Tensor, texts * c], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean:
+def bootstrap(values: Float[Tensor, "texts ..."], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean:
     """The mean over texts, and where 95 % of the means of resampled texts lie.
 
     A mean of T resampled texts varies with (T − 1)/T of the variance that it should have; deviations are stretched by
@@ -50,7 +50,8 @@ def bootstrap(values: Float[Tensor, texts * c], *, resamples: int = RESAMPLES, s
     low, high = (torch.empty_like(mean) for _ in range(2))
     for part in torch.arange(flat.shape[1]).split(4096):
         means = weights @ filled[:, part] / (weights @ there[:, part].double())
-        ends = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+        means = means.mT.contiguous()  # quantiles along the last axis take a quarter of the time
+        ends = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
         low[part], high[part] = mean[part] + sqrt(count / (count - 1)) * (ends - mean[part])
     few = there.sum(0) < 2
     low, high = (x.masked_fill(few, torch.nan).reshape(shape) for x in (low, high))
