@@ -65,14 +65,7 @@ class MaskRequest:
         options = {**self.arguments, "allow_is_bidirectional_skip": False}
         return eager_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)
 
-    def allowed(
-        self, rows: Int[Tensor, " r"]
-    ) -> Bool[
-        Tensor,
-        (
-            b  # h r m
-        ),
-    ]:
+    def allowed(self, rows: Int[Tensor, " r"]) -> Bool[Tensor, "#b #h r m"]:
         """The chosen rows of the mask, from the predicate itself."""
         if self.arguments["use_vmap"]:  # a predicate that need not broadcast: only transformers knows how to call it
             options = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
