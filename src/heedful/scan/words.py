@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from heedful.scan.result import Scan
 
 ENGLISH = {
-    "measured": "{heads} heads in {layers} layers, measured on {texts} {noun} of {length} tokens.",
+    "measured": "{heads} heads in {layers} {of_layers}, measured on {texts} {noun} of {length} tokens.",
     "kinds": (
         "{positional} follow a positional pattern, {sink} rest on the first token, {low} are of low rank beside a "
         "random head, {content} follow content."
@@ -48,11 +48,12 @@ def summary(scan: Scan, language: str = "en") -> str:
     table = scan.table()
     table = table.filter(pl.col("length") == table["length"].max())
     counts = dict(table["kind_of_head"].value_counts().iter_rows())
-    heads, texts = len(table), int(table["texts"][0])
+    heads, layers, texts = len(table), table["layer"].n_unique(), int(table["texts"][0])
     found = scan.mean("rank90")
     numbers = {
         "heads": heads,
-        "layers": table["layer"].n_unique(),
+        "layers": layers,
+        "of_layers": "layer" if layers == 1 else "layers",
         "texts": texts,
         "noun": "text" if texts == 1 else "texts",
         "length": table["length"][0],

@@ -53,7 +53,8 @@ def print_scan(scan: Scan, width: int | None = None) -> None:
 
 def _layers(rows: pl.DataFrame, length: int) -> Table:
     """A line a layer: means over its heads, and how many are of which kind."""
-    title = f"{length} tokens, {rows['texts'][0]} texts; means over heads, and how many heads are"
+    texts = int(rows["texts"][0])
+    title = f"{length} tokens, {texts} text{'s' * (texts != 1)}; means over heads, and how many heads are"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)
     columns = {"rank90": "rank", "base_rank90": "random", "energy10": "top10%", "entropy": "entropy", "sink": "first"}
     for name in ("layer", "of", *columns.values(), *KINDS):
