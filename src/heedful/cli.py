@@ -263,7 +263,7 @@ def scan_command(
     \b
     heedful scan minilm
     heedful scan smollm2 --lengths 256,512,1024 --precision 0.05
-    heedful scan ./tuned --against ./base --texts book.txt --texts-count 20 --lengths 1024
+    heedful scan ./tuned --against ./base --texts book.txt --lengths 1024
     """
     _check_limits({"--seed": seed, "--texts-count": 1 if texts_count is None else texts_count, "--budget": budget})
     given = _numbers("--lengths", lengths)
