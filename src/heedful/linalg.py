@@ -12,7 +12,9 @@ ceiling     Σ_{i≤r} σ_i² ≤ Σ_{i≤r} θ_i² + min(‖R‖², r ν),  ν 
             diag(θ_i²) + C_aᵀC_a / (λ − s)
 ν           ‖R‖² always will do; a smaller one comes from Lanczos on R Rᵀ from random starts and holds but for a chosen
             probability of failure (`norm_slack`)
-rest        the same Lanczos runs are quadrature rules for the eigenvalues of R Rᵀ (Ubaru, Chen and Saad 2017)
+estimate    the sketch starts from A Ω = U_0 S, Ω with p Gaussian columns, so it is a quadrature rule as well: for any f
+            E tr Ωᵀ Aᵀ f(A Aᵀ) A Ω = p Σ σ_i² f(σ_i²),  the trace is about Σ_i f(θ_i²) ‖Sᵀ y_i‖², y_i the part of the
+            i-th Ritz vector in the first block. So ‖Sᵀ y_i‖² / p is the energy near θ_i² (`spread`)
 
 Floor and ceiling hold for whatever U came out: they need it to be orthonormal, not to have converged. All of it is
 about A Aᵀ, so pass A with its shorter side first.
@@ -24,13 +26,15 @@ time on launches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from math import acosh, cosh, log, pi, sqrt
 from typing import NamedTuple, Protocol
 
 import torch
 
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor
 
+LOST = 8  # epsilons: a direction that is no longer is rounding
 CHUNK = {"cpu": 1 << 12, "cuda": 1 << 16}  # rows that a product is accumulated over in float64 at a time
 
 
@@ -63,49 +67,60 @@ def gram(x: Float[Tensor, "*b k n"], y: Float[Tensor, "*b l n"]) -> Float[Tensor
     return total
 
 
-def orthonormal(x: Float[Tensor, "*b n p"], basis: Float[Tensor, "*b k n"], generator: torch.Generator) -> Tensor:
-    """An orthonormal basis of x without its part in `basis`; directions that x lacks are filled at random.
+def orthonormal(
+    x: Float[Tensor, "*b n p"], basis: Float[Tensor, "*b k n"], size: Float[Tensor, "*b"], generator: torch.Generator
+) -> Float[Tensor, "*b n p"]:
+    """An orthonormal basis of x, which was projected once, from `size`, and has no part in `basis` but for rounding.
 
-    Projecting twice is enough, but for directions that are all rounding: those are drawn anew.
+    Projecting a second time is enough, but for directions that are all rounding: those are drawn anew.
     """
-    size = x.norm(dim=(-2, -1), keepdim=True)
-    x = x - basis.mT @ (basis @ x)
-    q = None if x.device.type == "cpu" else _by_cholesky(x)
-    if q is None:
-        q, r = torch.linalg.qr(x)
-        lost = r.diagonal(dim1=-2, dim2=-1).abs()[..., None, :] <= 8 * torch.finfo(x.dtype).eps * size
-        if lost.any():
-            fresh = torch.randn(x.shape[-2:], dtype=x.dtype, device=x.device, generator=generator)
-            q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
-            q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
-    q = q - basis.mT @ (basis @ q)
-    again = None if x.device.type == "cpu" else _by_cholesky(q)
-    return torch.linalg.qr(q)[0] if again is None else again
+    q, r = torch.linalg.qr(x)
+    lost = (r.diagonal(dim1=-2, dim2=-1).abs() <= LOST * torch.finfo(x.dtype).eps * size[..., None])[..., None, :]
+    if lost.any():
+        fresh = torch.randn(x.shape[-2:], dtype=x.dtype, device=x.device, generator=generator)
+        q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
+        q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
+    return torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
 
 
-def _by_cholesky(x: Float[Tensor, "*b n p"]) -> Tensor | None:
-    """x R⁻¹ with RᵀR = xᵀx: products instead of Householder's many small steps, which a GPU is slow at.
+def orthonormal_by_products(
+    x: Float[Tensor, "*b n p"], basis: Float[Tensor, "*b k n"], size: Float[Tensor, "*b"]
+) -> tuple[Float[Tensor, "*b n p"], Bool[Tensor, "*b"]]:
+    """The same by products alone, which a GPU is quick at, unlike Householder's many small steps; and where it is so.
 
-    Orthonormal up to ε times the condition of x, so that a second time it is so up to ε. None where the condition, or
-    a column that is all rounding, forbids it.
+    Nothing here waits for the GPU. Where x has directions that are all rounding it is not orthonormal, nor finite
+    perhaps.
+    """
+    q, once = _by_cholesky(x, LOST * torch.finfo(x.dtype).eps * size)
+    q, twice = _by_cholesky(q - basis.mT @ (basis @ q), 0 * size)
+    return q, once & twice
+
+
+def _by_cholesky(
+    x: Float[Tensor, "*b n p"], least: Float[Tensor, "*b"]
+) -> tuple[Float[Tensor, "*b n p"], Bool[Tensor, "*b"]]:
+    """x R⁻¹ with RᵀR = xᵀx, and whether the condition of x allows it, and no direction is shorter than `least`.
+
+    Orthonormal up to ε times the condition of x, so that a second time it is so up to ε.
     """
     inner = gram(x.mT, x.mT)
     scales = inner.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
     factor, failed = torch.linalg.cholesky_ex(inner * scales[..., None] * scales[..., None, :], upper=True)
     lengths = factor.diagonal(dim1=-2, dim2=-1)
-    if not bool(((failed == 0) & (lengths > 1e-3).all(-1) & (scales < 1e20).all(-1)).all()):
-        return None
+    sound = (failed == 0) & (lengths > 1e-3).all(-1) & (lengths > scales * least[..., None]).all(-1)
     identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device).expand_as(factor)
     inverse = scales[..., None] * torch.linalg.solve_triangular(factor, identity, upper=True)
-    return x @ inverse.to(x.dtype)
+    return x @ inverse.to(x.dtype), sound
 
 
 class Ritz(NamedTuple):
-    """θ_i², each at most σ_i²; the norms of their residuals; and the rank that all residuals together have at most."""
+    """θ_i², each at most σ_i²; the norms of their residuals; the rank that all residuals together have at most; and
+    the energy near each, as the random start tells."""
 
     squares: Float[Tensor, "*b k"]
     leaks: Float[Tensor, "*b k"]
     block: int
+    shares: Float[Tensor, "*b k"]
 
 
 class Sketch:
@@ -121,17 +136,25 @@ class Sketch:
 
     def __init__(self, op: Linear, block: int, most: int, seed: int = 0):
         *batch, n, m = op.shape
-        self.op, self.block, self.most = op, block, min(most, n)
-        self.generator = torch.Generator(op.device).manual_seed(seed)
+        self.op, self.block, self.most, self.seed = op, block, min(most, n), seed
         # Kept with the columns as rows: each one contiguous, and pages not yet grown into cost nothing.
         self._basis = torch.empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
-        self._image = torch.empty(*batch, self.most, m, dtype=op.dtype, device=op.device)
-        self.width = 0
-        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64, device=op.device)
-        self._defect = torch.zeros(batch, dtype=torch.float64, device=op.device)
-        start = torch.randn(m, min(block, self.most), dtype=op.dtype, device=op.device, generator=self.generator)
-        self._next = (op @ start).expand(*batch, n, -1)
-        self.products = self._next.shape[-1]
+        self._image = torch.empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
+        self.products = 0
+        self._begin(careful=op.device.type == "cpu")
+
+    def _begin(self, careful: bool) -> None:
+        *batch, n, m = self.op.shape
+        self.generator = torch.Generator(self.op.device).manual_seed(self.seed)
+        self.careful, self.width = careful, 0
+        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64, device=self.op.device)
+        self._defect = torch.zeros(batch, dtype=torch.float64, device=self.op.device)
+        self._sound = torch.ones(batch, dtype=torch.bool, device=self.op.device)
+        size = m, min(self.block, self.most)
+        start = torch.randn(size, dtype=self.op.dtype, device=self.op.device, generator=self.generator)
+        self._start = self._next = (self.op @ start).expand(*batch, n, -1)
+        self._size = self._next.norm(dim=(-2, -1))
+        self.products += start.shape[-1]
 
     @property
     def basis(self) -> Float[Tensor, "*b k n"]:
@@ -151,7 +174,7 @@ class Sketch:
         """One block more: as many products with Aᵀ and with A as it has columns."""
         p = min(self.block, self.most - self.width)
         old, new = slice(0, self.width), slice(self.width, self.width + p)
-        u = orthonormal(self._next[..., :p], self.basis, self.generator)
+        u = self._orthonormal(self._next[..., :p])
         w = self.op.mT @ u
         self._basis[..., new, :] = u.mT
         self._image[..., new, :] = w.mT
@@ -159,13 +182,21 @@ class Sketch:
         self._extend_gram(old, new)
         # What the next block is made from is also what couples this one to the rest: (1 − U Uᵀ) A W_t.
         z = self.op @ w
+        self._size = z.norm(dim=(-2, -1))
         self._next = z - self.basis.mT @ (self.basis @ z)
         self.products += 2 * p
+
+    def _orthonormal(self, x: Float[Tensor, "*b n p"]) -> Float[Tensor, "*b n p"]:
+        if self.careful:
+            return orthonormal(x, self.basis, self._size, self.generator)
+        u, sound = orthonormal_by_products(x, self.basis, self._size)
+        self._sound &= sound
+        return u
 
     def _extend_gram(self, old: slice, new: slice) -> None:
         image = gram(self.image, self._image[..., new, :])
         self.gram = torch.cat([torch.cat([self.gram, image[..., old, :]], -1), image.mT], -2)
-        inner = gram(self.basis, self._basis[..., new, :])
+        inner = (self.basis @ self._basis[..., new, :].mT).double()
         inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64, device=inner.device)
         # Frobenius norm of UᵀU − 1: the new columns count twice, as columns and as rows.
         self._defect = self._defect + 2 * inner.square().sum((-2, -1))
@@ -182,61 +213,63 @@ class Sketch:
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
+        if not (self.careful or bool(self._sound.all())):
+            width = self.width
+            self._begin(careful=True)
+            while self.width < width:
+                self.grow()
         squares, vectors = torch.linalg.eigh(self.gram)
         p = self._next.shape[-1]
         # Only the last block has a residual: those before it are in the span of the blocks that they made.
         left = gram(self._next.mT, self._next.mT)
         last = vectors[..., -p:, :]
         leaks = (last * (left @ last)).sum(-2).clamp(min=0).sqrt()
-        self._vectors = vectors.flip(-1)
-        squares, leaks = torch.stack([squares.flip(-1).clamp(min=0), leaks.flip(-1)]).cpu()
-        return Ritz(squares, leaks, p)
+        first = self._start.shape[-1]
+        shares = (self._start_in_basis.mT @ vectors[..., :first, :]).square().sum(-2) / first
+        squares, leaks, shares = torch.stack([squares.clamp(min=0), leaks, shares]).flip(-1).cpu()
+        return Ritz(squares, leaks, p, shares)
 
-    def first(self, count: Int[Tensor, "*b"]) -> Float[Tensor, "*b k n"]:
-        """The first `count` Ritz vectors of what was last solved, as rows; zeros where other heads have more."""
-        chosen = (torch.arange(self.width) < count[..., None]).to(self._vectors.device)
-        rotation = (self._vectors * chosen[..., None, :])[..., : max(1, int(count.max()))]
-        return rotation.mT.to(self.basis.dtype) @ self.basis
+    @property
+    def _start_in_basis(self) -> Float[Tensor, "*b p p"]:
+        start = self._start
+        return gram(self._basis[..., : start.shape[-1], :], start.mT)
 
-
-class Rest(NamedTuple):
-    """The eigenvalues of R Rᵀ = (1 − U Uᵀ) A Aᵀ (1 − U Uᵀ), as far as random starts tell."""
-
-    nodes: Float[Tensor, "*b p k"]  # eigenvalues of p quadrature rules of k nodes
-    weights: Float[Tensor, "*b p k"]  # the share of all eigenvalues near each node
-    largest: Float[Tensor, "*b"]  # no more than the largest eigenvalue
-    steps: int
-    width: Int[Tensor, "*b"]  # columns that had been taken out
+    def take(self, heads: Int[Tensor, " c"]) -> Sketch:
+        """The sketch of some of the heads of a batch (b, n, m)."""
+        part = copy(self)
+        part.op = taken(self.op, heads)
+        for name in ("_basis", "_image", "gram", "_defect", "_sound", "_next", "_size", "_start"):
+            setattr(part, name, getattr(self, name)[heads])
+        return part
 
 
 class Probes:
-    """Stochastic Lanczos quadrature of A Aᵀ with the span of `basis`, of `width` rows that are not 0, taken out.
+    """Lanczos on R Rᵀ = (1 − U Uᵀ) A Aᵀ (1 − U Uᵀ), the rows of `basis` being U's columns, from random starts.
 
-    Each probe is Lanczos with full reorthogonalisation from its own random start; the probes go through the operator
-    side by side. `advance` takes steps, and more steps go on where the last ones ended.
+    Each probe reorthogonalises in full; the probes go through the operator side by side.
     """
 
-    def __init__(self, op: Linear, basis: Float[Tensor, "*b k n"], width: Tensor, count: int, seed: int = 1):
+    def __init__(self, op: Linear, basis: Float[Tensor, "*b k n"], count: int, seed: int = 1):
         *batch, n, _ = op.shape
         generator = torch.Generator(op.device).manual_seed(seed)
         x = torch.randn(*batch, n, count, dtype=op.dtype, device=op.device, generator=generator)
         for _ in range(2):
             x = x - basis.mT @ (basis @ x)
-        self.op, self.basis, self.width, self.count = op, basis, width, count
+        self.op, self.basis, self.count = op, basis, count
         self.path = [x / x.norm(dim=-2, keepdim=True).clamp(min=1e-30)]
         self.diagonal: list[Tensor] = []
         self.beside: list[Tensor] = []
         self.products = 0
 
-    def advance(self, steps: int) -> Rest:
-        """Up to so many steps in all."""
-        while len(self.diagonal) < max(1, min(steps, self.op.shape[-2] - self.basis.shape[-2])):
+    def largest(self, steps: int) -> Float[Tensor, "*b"]:
+        """The largest Ritz value after so many steps: no more than ‖R‖₂²."""
+        while len(self.diagonal) < steps:
             if self.diagonal:
                 self._turn()
             self._image = self.op.mT @ self.path[-1]
             self.diagonal.append(self._image.double().square().sum(-2))
             self.products += self.count
-        return self._rules()
+        return self._top()
 
     def _turn(self) -> None:
         """The next direction: A Aᵀ x without what the path and the basis have of it."""
@@ -246,21 +279,18 @@ class Probes:
             y = y - self.basis.mT @ (self.basis @ y)
             y = _without(self.path, y)
         length = y.double().norm(dim=-2)
-        # Where the start's own space is used up, what is left is rounding: its rule is complete, and stays as it is.
+        # Where the start's own space is used up, what is left is rounding: nothing larger is to be found from there.
         size = torch.stack(self.diagonal).amax(0).clamp(min=1e-30)
         over = length <= 64 * torch.finfo(y.dtype).eps * size
         self.beside.append(torch.where(over, 0, length))
         self.path.append(torch.where(over[..., None, :], 0, y / length.clamp(min=1e-30).to(y.dtype)[..., None, :]))
 
-    def _rules(self) -> Rest:
-        diagonal = torch.stack(self.diagonal, -1).cpu()
-        tridiagonal = torch.diag_embed(diagonal)
+    def _top(self) -> Float[Tensor, "*b"]:
+        tridiagonal = torch.diag_embed(torch.stack(self.diagonal, -1).cpu())
         if self.beside:
             edge = torch.stack(self.beside, -1).cpu()
             tridiagonal = tridiagonal + torch.diag_embed(edge, 1) + torch.diag_embed(edge, -1)
-        nodes, vectors = torch.linalg.eigh(tridiagonal)
-        shares = vectors[..., 0, :].square()
-        return Rest(nodes.clamp(min=0), shares, nodes.amax((-2, -1)), diagonal.shape[-1], self.width)
+        return torch.linalg.eigvalsh(tridiagonal).amax((-2, -1))
 
 
 def _without(path: list[Float[Tensor, "*b n p"]], y: Float[Tensor, "*b n p"]) -> Float[Tensor, "*b n p"]:
@@ -331,7 +361,7 @@ def floor(squares: Float[Tensor, "*b k"], residual: Float[Tensor, "*b"], n: int)
 def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:
     """Upper bounds of Σ_{i≤r} σ_i² for r = 1 … n, from the Ritz values, ‖R‖² and ν ≥ ‖R‖₂².
 
-    >>> exact = Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2)
+    >>> exact = Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2, torch.zeros(2))
     >>> ceiling(exact, torch.tensor(2.0), torch.tensor(2.0), 4).tolist()
     [4.0, 6.0, 7.0, 7.0]
     """
@@ -355,7 +385,7 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
 def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
     """Upper bounds of each σ_i² by the same splits: no eigenvalue moves by more than the coupling's norm.
 
-    >>> ceilings(Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2), torch.tensor(2.0)).tolist()
+    >>> ceilings(Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2, torch.zeros(2)), torch.tensor(2.0)).tolist()
     [4.0, 2.0]
     """
     norm = norm[..., None]
@@ -380,31 +410,36 @@ def _splits(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> Iterator[tuple[Tensor, T
         yield (ritz.squares[..., :a] >= level).sum(-1, keepdim=True), level, inside.sqrt()
 
 
-def filled(
-    squares: Float[Tensor, "*b k"], count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], rest: Rest, n: int
-) -> Float[Tensor, "*b n"]:
-    """All n squared values as estimated: the first `count` θ_i², and the quantiles of R Rᵀ.
+def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:
+    """Σ_{i≤r} σ_i² for r = 1 … n, as estimated: the first `count` Ritz values stand for one value each, the others for
+    as many as their energy has room for.
 
-    The nodes of all probes, with their shares, make one distribution; its quantile function runs straight between
-    the middles of the shares. Columns that the sketch gained since the probes were sent took the largest of them.
-    What is certain, the sum, is restored at the end.
+    A node with energy e and m = e / θ² values tells the sums before and after it; by the inequalities of Chebyshev,
+    Markov and Stieltjes the truth at the node lies between, so the curve runs through the middle, straight from one
+    node to the next. What is certain, the whole energy, is its end.
+
+    >>> exact = Ritz(torch.tensor([4.0, 1.0]).double(), torch.zeros(2), 2, torch.tensor([4.0, 2.0]).double())
+    >>> spread(exact, torch.tensor(1), torch.tensor(6.0).double(), 4).tolist()
+    [4.0, 5.0, 5.5, 6.0]
     """
-    # A node without weight says nothing; its rule's mean keeps it from bending the line.
-    means = (rest.nodes * rest.weights).sum(-1, keepdim=True)
-    nodes = torch.where(rest.weights > 1e-10, rest.nodes, means).flatten(-2)
-    order = nodes.argsort(-1, descending=True)
-    nodes = nodes.gather(-1, order)
-    shares = rest.weights.flatten(-2).gather(-1, order)
-    middles = ((shares.cumsum(-1) - shares / 2) / shares.sum(-1, keepdim=True)).contiguous()
-    places = torch.arange(n, device=nodes.device)
-    at = (places - rest.width[..., None] + 0.5) / (n - rest.width[..., None]).clamp(min=1)
-    tail = _between(middles, nodes, at.double().contiguous())
-    known = torch.nn.functional.pad(squares, (0, n - squares.shape[-1]))
-    is_known = places < count[..., None]
-    tail = torch.where(is_known, 0, tail)
-    left = (energy - torch.where(is_known, known, 0).sum(-1)).clamp(min=0)
-    tail = tail * (left / tail.sum(-1).clamp(min=1e-300))[..., None]
-    return torch.where(is_known, known, tail).sort(-1, descending=True).values
+    squares = ritz.squares
+    known = torch.arange(squares.shape[-1]) < count[..., None]
+    tiny = torch.finfo(torch.float64).tiny
+    left = (energy - torch.where(known, squares, 0).sum(-1)).clamp(min=0)[..., None]
+    told = torch.where(known, 0, ritz.shares)
+    told = told * (left / told.sum(-1, keepdim=True).clamp(min=tiny))
+    least = torch.finfo(torch.float32).eps * squares[..., :1]  # below it a Ritz value is rounding
+    many = told / torch.maximum(squares, least).clamp(min=tiny)
+    room = n - count[..., None].double()
+    many = many * (room / many.sum(-1, keepdim=True).clamp(min=tiny)).clamp(max=1)
+    energies, many = torch.where(known, squares, told), torch.where(known, 1, many)
+    half = torch.where(known, 0, 0.5)
+    places, sums = (torch.nn.functional.pad(x.cumsum(-1) - half * x, (1, 0)) for x in (many, energies))
+    places = torch.cat([places, torch.full_like(left, n)], -1)
+    sums = torch.cat([sums, energy[..., None]], -1)
+    ranks = torch.arange(1, n + 1, dtype=torch.float64).expand(*energy.shape, n)
+    steps = _between(places, sums, ranks.contiguous()).diff(dim=-1, prepend=torch.zeros_like(left))
+    return steps.sort(-1, descending=True).values.cumsum(-1)
 
 
 def _between(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], at: Float[Tensor, "*b l"]) -> Float[Tensor, "*b l"]:
@@ -417,46 +452,64 @@ def _between(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], at: Float[Tenso
 
 
 class Trimmed:
-    """A matrix as slabs of rows, each without the columns of zeros before and after: half the work where it is causal.
+    """Matrices as slabs of rows, each without the columns of zeros before and after: half the work where it is causal.
 
-    >>> A = torch.ones(600, 600).tril()
-    >>> x = torch.ones(600, 1)
+    >>> A = torch.ones(2, 600, 600).tril()
+    >>> x = torch.ones(2, 600, 1)
     >>> bool((Trimmed(A) @ x == A @ x).all()), bool((Trimmed(A).mT @ x == A.mT @ x).all())
     (True, True)
     """
 
     ROWS = 128
 
-    def __init__(self, dense: Float[Tensor, "n m"]):
+    def __init__(self, dense: Float[Tensor, "b n m"]):
+        n = dense.shape[-2]
         self.shape, self.dtype, self.device = tuple(dense.shape), dense.dtype, dense.device
-        self.slabs = [
-            _trim(dense, start, min(start + self.ROWS, len(dense))) for start in range(0, len(dense), self.ROWS)
-        ]
+        self.slabs = [_trim(dense, start, min(start + self.ROWS, n)) for start in range(0, n, self.ROWS)]
 
-    def __matmul__(self, x: Float[Tensor, "m p"]) -> Float[Tensor, "n p"]:
-        return torch.cat([slab @ x[cols] for _, cols, slab in self.slabs])
+    def __matmul__(self, x: Float[Tensor, "*#b m p"]) -> Float[Tensor, "b n p"]:
+        x = x.expand(self.shape[0], *x.shape[-2:])
+        out = x.new_empty(*self.shape[:2], x.shape[-1])
+        for rows, cols, slab in self.slabs:
+            torch.bmm(slab, x[:, cols], out=out[:, rows])
+        return out
 
     @property
     def mT(self) -> Linear:
         return _TrimmedAdjoint(self)
 
+    def take(self, heads: Int[Tensor, " c"]) -> Trimmed:
+        """Some of the heads."""
+        part = copy(self)
+        part.shape = (len(heads), *self.shape[1:])
+        part.slabs = [(rows, cols, slab[heads]) for rows, cols, slab in self.slabs]
+        return part
+
 
 class _TrimmedAdjoint:
     def __init__(self, of: Trimmed):
-        self.shape, self.dtype, self.device, self.mT = of.shape[::-1], of.dtype, of.device, of
+        b, n, m = of.shape
+        self.shape, self.dtype, self.device, self.mT = (b, m, n), of.dtype, of.device, of
 
-    def __matmul__(self, y: Float[Tensor, "n p"]) -> Float[Tensor, "m p"]:
-        out = y.new_zeros(self.shape[0], y.shape[1])
+    def __matmul__(self, y: Float[Tensor, "b n p"]) -> Float[Tensor, "b m p"]:
+        out = y.new_zeros(*self.shape[:2], y.shape[-1])
         for rows, cols, slab in self.mT.slabs:
-            out[cols].addmm_(slab.mT, y[rows])
+            out[:, cols].baddbmm_(slab.mT, y[:, rows])
         return out
 
 
-def _trim(dense: Tensor, start: int, stop: int) -> tuple[slice, slice, Tensor]:
-    slab = dense[start:stop]
-    used = slab.abs().sum(0).nonzero()  # any(0) takes three times as long
+def _trim(dense: Float[Tensor, "b n m"], start: int, stop: int) -> tuple[slice, slice, Tensor]:
+    slab = dense[:, start:stop]
+    used = slab.abs().sum((0, 1)).nonzero()  # any takes three times as long
     cols = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
-    return slice(start, stop), cols, slab[:, cols].contiguous()
+    return slice(start, stop), cols, slab[..., cols]
+
+
+def taken(op: Linear, heads: Int[Tensor, " c"]) -> Linear:
+    """Some of the matrices of a batch (b, n, m)."""
+    if not isinstance(op, Tensor | Trimmed):
+        raise TypeError(f"{op!r}: heads can be taken out of matrices alone.")
+    return op[heads] if isinstance(op, Tensor) else op.take(heads)
 
 
 def check_linear(op: Linear, seed: int = 0) -> None:

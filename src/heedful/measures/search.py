@@ -1,10 +1,13 @@
 """How far the sums Σ_{i≤r} σ_i² of an operator can be told, from products with A and Aᵀ alone.
 
 Three routes, by size alone. One core, float32, causal, seconds a head at 1024 · 2048: full SVD 0.19 · 1.4; forming A
-0.01 · 0.06; a product with 16 columns 0.0006 · 0.002 where A is formed, 0.005 · 0.01 where it is not.
+0.01 · 0.06; a product with 16 columns 0.0005 · 0.002 where A is formed, 0.005 · 0.01 where it is not.
     min(n, m) ≤ EXACT        the full decomposition in float64: nothing iterative is cheaper there
-    n · m ≤ FORMED           A is formed once, and products are matrix products, head by head
+    n · m ≤ FORMED           A is formed once, and products are matrix products; heads of a batch that are done drop out
     beyond                   A is never formed: O(n + m) memory; a batch goes on until its last head is done
+
+A sketch grows until every goal is reached. A goal that it would take more columns than the budget has is not waited
+for: by `resolved` columns the sketch has told what it can of the values beyond it, and the search ends there.
 
 What is certain: the bounds in `linalg.floor` and `linalg.ceiling`, for the matrix as its own precision computes it.
 They are deterministic, but for the bound on the norm of what the sketch leaves out, which fails with probability
@@ -17,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import Any
 
 import torch
@@ -34,10 +37,9 @@ HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in 
 GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
-FIRST = 64  # columns before the rest is probed
-PROBES = 16
-GLANCE, STEPS = 5, 10  # steps of a probe: enough to bound a norm, enough to tell a distribution
-SETTLED = 0.3  # a Ritz vector whose residual is less than this share of its θ² is taken out before the rest is told
+GROUP = 1 << 23  # entries of formed heads that are measured side by side on a CPU: about what its cache holds
+PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
+SETTLED = 0.03  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
 CAUTION = 3  # residuals understate the error of values with close neighbours: without it 9 % of real heads exceed 1 %
 BUDGET = 1024
 ROUNDING = 64  # relative error of an energy, in units of the dtype's epsilon
@@ -87,26 +89,21 @@ def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tens
 
 
 class Goal(ABC):
-    """When a measurement is good enough, how many columns that may take, and whether probes bring it nearer."""
+    """When a measurement of a head is good enough, and what may bring it nearer; all answers are one for each head."""
 
-    glances = False
-    looks = False
-    least = 1  # columns without which there is no answer at all
+    first = 1  # columns below which there is nothing to see
     otherwise = "beyond the budget"  # what to say where it is not reached
 
     @abstractmethod
-    def reached(self, profile: Profile) -> bool: ...
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]: ...
 
     @abstractmethod
-    def columns(self, profile: Profile) -> float: ...
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        """How many columns it may take."""
 
-    def hopeless(self, profile: Profile, most: int) -> bool:
-        """Whether the first values tell already that so many columns will not do: a guess, to save a glance."""
-        return False
-
-    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
-        """In which heads the answer depends on values that the sketch has not found."""
-        return torch.ones_like(profile.energy, dtype=torch.bool)
+    def lacks_ceiling(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        """Whether all that is missing is a bound from above, so that a glance may do."""
+        return torch.zeros_like(profile.energy, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -117,15 +114,16 @@ class TopValues(Goal):
     within: float
 
     @property
-    def least(self) -> int:  # type: ignore[override]
-        return self.k
+    def first(self) -> int:  # type: ignore[override]
+        return 2 * self.k
 
-    def reached(self, profile: Profile) -> bool:
-        enough = profile.squares.shape[-1] >= self.k
-        return enough and bool((CAUTION * profile.errors[..., : self.k] <= self.within).all())
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        if profile.squares.shape[-1] < self.k:
+            return torch.zeros_like(profile.energy, dtype=torch.bool)
+        return (CAUTION * profile.errors[..., : self.k] <= self.within).all(-1)
 
-    def columns(self, profile: Profile) -> float:
-        return 3 * self.k
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        return torch.full_like(profile.energy, 3 * self.k)
 
 
 @dataclass(frozen=True)
@@ -134,25 +132,19 @@ class RankInterval(Goal):
 
     tau: float
     within: float
-    glances = looks = True
 
-    def reached(self, profile: Profile) -> bool:
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         low, guess, high = profile.rank(self.tau)
         # One more or less, where rounding decides which, is as narrow as it gets.
         tie = _first(profile.upper, self.tau * profile.energy) == _first(profile.lower, self.tau * profile.energy)
-        return bool((high - low <= torch.maximum(self.within * guess, tie.double())).all())
+        return high - low <= torch.maximum(self.within * guess, tie.double())
 
-    def columns(self, profile: Profile) -> float:
-        return 1.1 * float(profile.rank(self.tau)[1].max()) + BLOCK
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        return 1.1 * profile.rank(self.tau)[1].double() + BLOCK
 
-    def hopeless(self, profile: Profile, most: int) -> bool:
-        # The first half of the Ritz values have settled more or less, so those to come are hardly larger.
-        width = profile.squares.shape[-1]
-        reach = profile.squares.sum(-1) + (most - width) * profile.squares[..., width // 2]
-        return bool((reach < self.tau * profile.energy).any())
-
-    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
-        return profile.rank(self.tau)[1] > 0.8 * profile.squares.shape[-1]
+    def lacks_ceiling(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        _, guess, high = profile.rank(self.tau)
+        return high - guess <= self.within / 2 * guess
 
 
 @dataclass(frozen=True)
@@ -161,14 +153,17 @@ class ShareInterval(Goal):
 
     r: int
     within: float
-    glances = looks = True
 
-    def reached(self, profile: Profile) -> bool:
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         low, _, high = profile.share(self.r)
-        return bool((high - low <= self.within).all())
+        return high - low <= self.within
 
-    def columns(self, profile: Profile) -> float:
-        return self.r + BLOCK
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        return torch.full_like(profile.energy, self.r + BLOCK)
+
+    def lacks_ceiling(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        low, guess, _ = profile.share(self.r)
+        return guess - low <= self.within / 2
 
 
 @dataclass(frozen=True)
@@ -176,31 +171,29 @@ class FirstValue(Goal):
     """An interval for σ_1² that is narrow against it."""
 
     within: float
-    glances = looks = True
 
-    def reached(self, profile: Profile) -> bool:
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         low, high = profile.lower[..., 0], profile.upper[..., 0]
-        return bool((high - low <= self.within * high + profile.slack).all())
+        return high - low <= self.within * high + profile.slack
 
-    def columns(self, profile: Profile) -> float:
-        return 2 * BLOCK
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        return torch.full_like(profile.energy, 2 * BLOCK)
 
-    def beyond(self, profile: Profile) -> Bool[Tensor, "*b"]:
-        return torch.zeros_like(profile.energy, dtype=torch.bool)
+    def lacks_ceiling(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        return torch.ones_like(profile.energy, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class WholeSpectrum(Goal):
     """All values, as an estimate, unless the sketch holds everything."""
 
-    looks = True
     otherwise = "estimated"
 
-    def reached(self, profile: Profile) -> bool:
-        return bool((profile.energy - profile.squares.sum(-1) <= profile.slack).all())
+    def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
+        return profile.energy - profile.squares.sum(-1) <= profile.slack
 
-    def columns(self, profile: Profile) -> float:
-        return inf
+    def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
+        return torch.full_like(profile.energy, inf)
 
 
 def measure(
@@ -219,15 +212,14 @@ def measure(
         dense = op if isinstance(op, Tensor) else op.form()
         if min(n, m) <= EXACT:
             return _exact(dense)
-        dense = dense.reshape(-1, n, m)
-        known = [None] * len(dense) if energy is None else energy.double().expand(batch).reshape(-1)
-        heads = [_formed(head, own, goals, budget, failure, seed) for head, own in zip(dense, known, strict=True)]
+        known = None if energy is None else energy.double().expand(batch).reshape(-1)
+        heads = _formed(dense.reshape(-1, n, m), known, goals, budget, failure, seed)
         return _stack(heads, tuple(batch))
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
     block = WIDE_BLOCK if op.device.type == "cpu" else GPU_BLOCK
-    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)
+    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)[0]
 
 
 def pays_to_form(op: linalg.Linear) -> bool:
@@ -293,150 +285,156 @@ def _all_squares(dense: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b s"]:
 
 
 def _formed(
-    head: Float[Tensor, "n m"], energy: Tensor | None, goals: Sequence[Goal], budget: int, failure: float, seed: int
-) -> Profile:
+    dense: Float[Tensor, "b n m"], energy: Tensor | None, goals: Sequence[Goal], budget: int, failure: float, seed: int
+) -> list[Profile]:
+    """One profile for each head."""
+    b, n, m = dense.shape
     if energy is None:
-        energy = torch.linalg.vector_norm(head, dim=-1).double().square().sum()
+        energy = torch.linalg.vector_norm(dense, dim=-1).double().square().sum(-1)
     energy = _finite(energy)
-    if head.shape[-2] > head.shape[-1]:
-        head = head.mT
-    if head.device.type != "cpu":
-        return _iterate(head, energy, goals, budget, failure, seed, GPU_BLOCK)
-    return _iterate(linalg.Trimmed(head), energy, goals, budget, failure, seed, BLOCK)
+    if n > m:
+        dense = dense.mT
+    if dense.device.type != "cpu":
+        return _iterate(dense, energy, goals, budget, failure, seed, GPU_BLOCK)
+    parts = ceil(b / max(1, GROUP // (n * m)))
+    groups = zip(dense.tensor_split(parts), energy.tensor_split(parts), strict=True)
+    found = (_iterate(linalg.Trimmed(part), own, goals, budget, failure, seed, BLOCK) for part, own in groups)
+    return [profile for group in found for profile in group]
 
 
 def _iterate(
     op: linalg.Linear, energy: Tensor, goals: Sequence[Goal], budget: int, failure: float, seed: int, block: int
-) -> Profile:
-    """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach."""
-    least = max(goal.least for goal in goals)
-    search = _Search(op, energy.cpu(), budget, failure, seed, block, least)
-    most, check = search.sketch.most, float(least)
+) -> list[Profile]:
+    """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach.
+
+    Matrices (b, n, m) give one profile for each, and those that are done drop out; an operator gives one for all.
+    """
+    search = _Search(op, energy.cpu(), budget, failure, seed, block)
+    most, single = search.sketch.most, isinstance(op, Tensor | linalg.Trimmed)
+    found: dict[int, Profile] = {}
+    check = float(max(goal.first for goal in goals))
+    if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them waits for all
+        check = max(check, search.resolved)
     while True:
         search.sketch.grow()
         width = search.sketch.width
         if width < min(check, most):
             continue
         profile = search.profile()
-        unmet = [goal for goal in goals if not goal.reached(profile)]
-        hopeful = [goal for goal in unmet if not goal.hopeless(profile, most)]
-        if search.rest is not None:
-            hopeful = [goal for goal in hopeful if goal.columns(profile) <= most]
-        if width >= min(FIRST, most) and search.stale and any(goal.glances for goal in hopeful):
-            search.glance()
-            profile = search.profile()
-            unmet = [goal for goal in unmet if not goal.reached(profile)]
-        if not unmet:
-            return search.finished(profile, "narrow enough")
-        near = [goal.columns(profile) for goal in unmet if goal in hopeful and goal.columns(profile) <= most]
-        if not search.sketch.full and (near or width < min(FIRST, most)):
-            # Solving costs as much as growing by then: do it when there may be something to see.
-            check = max(width * 1.25, width + block, min([2.0 * width, *near]))
-            continue
-        if any(goal.looks for goal in unmet):
-            search.look(torch.stack([goal.beyond(profile) for goal in unmet if goal.looks]).any(0))
-            profile = search.profile()
-        unmet = [goal for goal in unmet if not goal.reached(profile)]
-        return search.finished(profile, unmet[0].otherwise if unmet else "narrow enough")
+        if width >= min(search.resolved, most) or len(goals) == 1:
+            lacking = [~goal.reached(profile) & goal.lacks_ceiling(profile) for goal in goals]
+            if search.glance(torch.stack(lacking).any(0)):
+                profile = search.profile()
+        target, why = _target(goals, profile, width, search.resolved, most)
+        done = torch.isinf(target) | search.sketch.full
+        if single:
+            for at in done.nonzero()[:, 0].tolist():
+                found[int(search.heads[at])] = search.finished(profile, at, why[at])
+            if bool(done.all()):
+                return [found[at] for at in range(len(found))]
+            if bool(done.any()):
+                search.keep((~done).nonzero()[:, 0])
+        elif bool(done.all()):
+            return [search.finished(profile, ..., _in_words(why))]
+        # Solving costs as much as growing by then: do it when there may be something to see.
+        check = max(width * 1.5, width + block, min(2.0 * width, float(target.min())))
+
+
+def _target(
+    goals: Sequence[Goal], profile: Profile, width: int, resolved: int, most: int
+) -> tuple[Float[Tensor, "*b"], list[str]]:
+    """At how many columns each head may be done: infinity where it is, or where more would not help; and why it is."""
+    unmet = torch.stack([~goal.reached(profile) for goal in goals])
+    columns = torch.stack([goal.columns(profile) for goal in goals])
+    hopeful = unmet & (columns <= most)
+    target = torch.where(hopeful, columns, inf).amin(0)
+    if width < min(resolved, most):
+        target = torch.where(unmet.any(0), target.clamp(max=resolved), target)
+    missed = torch.where(unmet.any(0), unmet.int().argmax(0), -1).flatten().tolist()
+    return target, [goals[at].otherwise if at >= 0 else "narrow enough" for at in missed]
 
 
 class _Search:
-    """A sketch, the last probes into what it leaves out, and what both have cost."""
+    """A sketch of some heads, the last glances at what it leaves out, and what both have cost."""
 
-    def __init__(
-        self, op: linalg.Linear, energy: Tensor, budget: int, failure: float, seed: int, block: int, least: int
-    ):
-        self.op, self.energy, self.failure, self.seed = op, energy, failure, seed
-        # As many columns as leave room for two glances and a look, but half of a small budget.
-        columns = max(budget - PROBES * (2 * (STEPS + 2 * GLANCE) - 3) - block, (budget - block) // 2) // 2
-        self.sketch = linalg.Sketch(op, block, max(block, columns, least), seed)
-        self.budget = budget
+    def __init__(self, op: linalg.Linear, energy: Tensor, budget: int, failure: float, seed: int, block: int):
+        self.energy, self.failure, self.seed, self.budget = energy, failure, seed, budget
+        # As many columns as leave room for a glance, but half of a small budget; at least one block.
+        room = budget - block
+        columns = (room if failure == 0 else max(room - PROBES * (2 * GLANCE - 1), room // 2)) // 2
+        self.sketch = linalg.Sketch(op, block, max(block, columns // block * block), seed)
+        self.resolved = min(64 + 4 * block, 256)
+        self.heads = torch.arange(len(energy) if energy.ndim else 1)
         self.ritz: linalg.Ritz | None = None
-        self.rest: linalg.Rest | None = None
-        self.count = torch.zeros_like(energy, dtype=torch.long)  # Ritz values that the estimate takes as they are
-        self.norm: Tensor | None = None
-        self.looked = False
-        self.glanced, self.spent, self.sent = 0, 0, 0
+        self.norm = torch.full_like(energy, inf)
+        self.spent = torch.zeros_like(energy, dtype=torch.long)
+        self.glanced, self.sent = 0, 0
 
-    @property
-    def stale(self) -> bool:
-        """Whether the sketch has grown so much that the last glance tells too little of what it leaves out by now."""
-        return self.sketch.width >= 1.5 * self.glanced and self.left >= PROBES * (4 * GLANCE - 2)
+    def keep(self, heads: Int[Tensor, " c"]) -> None:
+        """Go on with these heads alone."""
+        self.sketch = self.sketch.take(heads.to(self.sketch.op.device))
+        for name in ("energy", "norm", "spent", "heads"):
+            setattr(self, name, getattr(self, name)[heads])
+        self.ritz = None
 
-    @property
-    def left(self) -> int:
-        """Products that may still be spent."""
-        return self.budget - self.sketch.products - self.spent
+    def glance(self, heads: Bool[Tensor, "*b"]) -> bool:
+        """A few steps of Lanczos bound the norm of what is left out, in these heads.
 
-    def glance(self) -> None:
-        """A few steps, for a bound on the norm of what is left out, and a first idea of the rest."""
-        self.glanced = self.sketch.width
-        width = torch.full_like(self.count, self.sketch.width)
-        self._probe(self.sketch.basis, width, GLANCE)
-
-    def look(self, beyond: Bool[Tensor, "*b"]) -> None:
-        """Enough steps for the distribution of the rest.
-
-        Where the answer lies beyond the sketch, only what has converged is taken out: a Ritz vector that has not
-        would leave its share of the neighbours behind, and flatten both.
+        Not where nothing may fail, nor where the sketch has hardly grown since the last time.
         """
-        assert self.ritz is not None
-        steps = min(STEPS, (self.left // PROBES + 1) // 2)
-        if steps < 2:
-            return
-        settled = (self.ritz.leaks <= SETTLED * self.ritz.squares).long().cumprod(-1).sum(-1)
-        width = torch.where(beyond, settled, self.sketch.width)
-        self._probe(self.sketch.first(width), width, steps)
-        self.looked = True
-
-    def _probe(self, basis: Tensor, width: Tensor, steps: int) -> None:
-        self.sent += 1
-        probes = linalg.Probes(self.op, basis, width, PROBES, self.seed + self.sent)
-        self.rest = probes.advance(steps)
-        self.count = width
-        self.spent += probes.products
-        if self.failure > 0:
-            # The t-th bound may fail with probability failure / 2ᵗ: all of them together with less than failure.
-            # Each stays good as the sketch grows, since what is left out only shrinks.
-            loss = linalg.norm_slack(self.op.shape[-2], PROBES, self.rest.steps, self.failure / 2**self.sent)
-            bound = self.rest.largest / (1 - loss)
-            self.norm = bound if self.norm is None else torch.minimum(self.norm, bound)
+        cost = PROBES * (2 * GLANCE - 1)
+        left = self.budget - self.sketch.products - int(self.spent.max())
+        if self.failure == 0 or not bool(heads.any()) or left < cost or self.sketch.width < 1.5 * self.glanced:
+            return False
+        self.glanced, self.sent = self.sketch.width, self.sent + 1
+        op, basis, at = self.sketch.op, self.sketch.basis, None
+        if isinstance(op, Tensor | linalg.Trimmed) and not bool(heads.all()):
+            at = heads.nonzero()[:, 0]
+            op, basis = linalg.taken(op, at.to(op.device)), basis[at.to(op.device)]
+        largest = linalg.Probes(op, basis, PROBES, self.seed + self.sent).largest(GLANCE)
+        # The t-th bound may fail with probability failure / 2ᵗ: all of them together with less than failure.
+        # Each stays good as the sketch grows, since what is left out only shrinks.
+        bound = largest / (1 - linalg.norm_slack(op.shape[-2], PROBES, GLANCE, self.failure / 2**self.sent))
+        chosen: Any = ... if at is None else at
+        self.norm[chosen] = torch.minimum(self.norm[chosen], bound)
+        self.spent[chosen] += cost
+        return True
 
     def profile(self) -> Profile:
-        n, sketch = self.op.shape[-2], self.sketch
+        n, sketch = self.sketch.op.shape[-2], self.sketch
         if self.ritz is None or self.ritz.squares.shape[-1] != sketch.width:
             self.ritz = sketch.solve()
         ritz = self.ritz
-        residual = (self.energy - sketch.captured).clamp(min=0)
-        norm = residual if self.norm is None else torch.minimum(self.norm, residual)
-        lower = middle = linalg.floor(ritz.squares, residual, n)
-        if self.rest is not None:
-            count = self.count if self.looked else torch.full_like(self.count, sketch.width)
-            middle = linalg.filled(ritz.squares, count, self.energy, self.rest, n).cumsum(-1)
+        residual, norm = self._left_out()
+        settled = (ritz.leaks <= SETTLED * ritz.squares).long().cumprod(-1).sum(-1)
         return Profile(
             squares=ritz.squares,
             ceilings=ritz.squares + norm[..., None],
             errors=_relative_errors(ritz),
             energy=self.energy,
-            lower=lower,
+            lower=linalg.floor(ritz.squares, residual, n),
             upper=linalg.ceiling(ritz, residual, norm, n),
-            middle=middle,
-            slack=(ROUNDING * torch.finfo(self.op.dtype).eps + 2 * sketch.defect) * self.energy,
-            products=torch.full_like(self.energy, sketch.products + self.spent, dtype=torch.long),
-            failure=0.0 if self.norm is None else self.failure,
+            middle=linalg.spread(ritz, settled, self.energy, n),
+            slack=(ROUNDING * torch.finfo(sketch.op.dtype).eps + 2 * sketch.defect) * self.energy,
+            products=sketch.products + self.spent,
+            failure=self.failure if self.sent else 0.0,
             stopped="",
         )
 
-    def finished(self, profile: Profile, stopped: str) -> Profile:
-        """Where A is, and with the best ceilings of single values, which no goal needs on the way."""
-        assert self.ritz is not None
+    def _left_out(self) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
+        """‖R‖² and a bound of ‖R‖₂²."""
         residual = (self.energy - self.sketch.captured).clamp(min=0)
-        norm = residual if self.norm is None else torch.minimum(self.norm, residual)
-        profile = replace(profile, ceilings=linalg.ceilings(self.ritz, norm), stopped=stopped)
-        arrays: dict[str, Any] = {
-            name: value.to(self.op.device) for name, value in vars(profile).items() if isinstance(value, Tensor)
-        }
-        return replace(profile, **arrays)
+        return residual, torch.minimum(self.norm, residual)
+
+    def finished(self, profile: Profile, at: Any, stopped: str) -> Profile:
+        """One head, or all of them, where A is, with the best ceilings of single values, which no goal needs before."""
+        assert self.ritz is not None
+        _, norm = self._left_out()
+        ritz = linalg.Ritz(self.ritz.squares[at], self.ritz.leaks[at], self.ritz.block, self.ritz.shares[at])
+        arrays: dict[str, Any] = {name: x[at] for name, x in vars(profile).items() if isinstance(x, Tensor)}
+        arrays["ceilings"] = linalg.ceilings(ritz, norm[at])
+        device = self.sketch.op.device
+        return replace(profile, **{name: x.to(device) for name, x in arrays.items()}, stopped=stopped)
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
