@@ -143,6 +143,16 @@ class Mechanism(nn.Module, ABC):
         with as_given(q):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
+    def raised_products(
+        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """`products` of 16-bit q and k with float32 columns. Override where that takes less than raising q and k."""
+        return self.products(q.float(), k.float(), segments=segments)
+
+    def raised_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
+        """`row_sums` of 16-bit q and k, in float32. Override where that takes less than raising q and k."""
+        return self.row_sums(q.float(), k.float(), request, segments=segments)
+
     def formed(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
         """A(q, k) in numbers, for measuring. Override where there is a faster way than the definition."""
         return self.matrix(q, k, segments=segments)
@@ -167,7 +177,23 @@ class Mechanism(nn.Module, ABC):
             lambda request: self.row_sums(q, k, request, segments=segments),
             resolve(segments, q.shape[-2], k.shape[-2], q.device),
             lambda: self.formed(q, k, segments=segments),
-            lambda: self.operator(q.float(), k.float(), segments=segments),
+            lambda: self._raised(q, k, segments),
+        )
+
+    def _raised(self, q: Tensor, k: Tensor, segments: Segments | None) -> AttentionOperator:
+        """The operator of 16-bit q and k that computes in float32; they are raised where something needs it."""
+        apply, adjoint = self.raised_products(q, k, segments=segments)
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        return AttentionOperator(
+            (*batch, q.shape[-2], k.shape[-2]),
+            torch.float32,
+            q.device,
+            apply,
+            adjoint,
+            lambda: self.matrix(q.float(), k.float(), segments=segments),
+            lambda request: self.raised_row_sums(q, k, request, segments=segments),
+            resolve(segments, q.shape[-2], k.shape[-2], q.device),
+            lambda: self.formed(q.float(), k.float(), segments=segments),
         )
 
     def extra_repr(self) -> str:
@@ -214,6 +240,11 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _finite_required = before
+
+
+def finite_is_required() -> bool:
+    """Whether a `check_finite` block is open."""
+    return _finite_required
 
 
 def check_inputs(

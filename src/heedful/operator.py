@@ -110,7 +110,7 @@ class AttentionOperator:
         return self._formed()
 
     def float(self) -> AttentionOperator:
-        """The same map from q and k raised to float32, where they have 16 bits; itself where they have more."""
+        """The same map in float32 where q and k have 16 bits, as if they were raised; itself where they have more."""
         if self.dtype.itemsize >= 4:
             return self
         if self._raised is None:

@@ -10,13 +10,15 @@ cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
 
-from heedful.core import check_inputs
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.softmax import softmax, softmax_adjoint
+from heedful.core import check_inputs, finite_is_required
+from heedful.kernels.dispatch import as_given, asked_for
+from heedful.kernels.row_statistics import row_statistics
+from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.scored import Scored
 from heedful.patterns import Causal, Pattern
@@ -85,6 +87,32 @@ class Softmax(Scored):
             sink=self.sink,
             temperature=heat,
         )
+
+    def raised_products(self, q, k, *, segments=None):
+        inputs = q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])
+        raised = cache(lambda: super(Softmax, self).raised_products(q, k, segments=segments))
+        if softmax_products.refuses("triton", *inputs):
+            return raised()
+        here = softmax_products(*inputs)
+        learned = any(x is not None and x.requires_grad for x in (q, k, self.sink))
+
+        def choose(fast: Callable[[Tensor], Tensor], which: int) -> Callable[[Tensor], Tensor]:
+            def product(x: Tensor) -> Tensor:
+                learns = (learned or x.requires_grad) and torch.is_grad_enabled()
+                if learns or finite_is_required() or asked_for() not in (None, "triton"):
+                    return raised()[which](x)
+                return fast(x)
+
+            return product
+
+        return choose(here.apply, 0), choose(here.adjoint, 1)
+
+    def raised_row_sums(self, q, k, request, *, segments=None):
+        # Products of 16-bit numbers are exact in float32, so Triton's kernel needs nothing raised.
+        inputs = q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request
+        if row_statistics.refuses("triton", *inputs):
+            return super().raised_row_sums(q, k, request, segments=segments)
+        return self.row_sums(q, k, request, segments=segments)
 
     def matrix(self, q, k, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern)

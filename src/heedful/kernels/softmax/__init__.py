@@ -15,3 +15,4 @@ softmax_adjoint = Kernel(
     triton_backend("heedful.kernels.softmax.fused", "adjoint"),
     Backend("torch", reference.blocked_adjoint, reference.objections),
 )
+softmax_products = Kernel("softmax products", triton_backend("heedful.kernels.softmax.products", "Products"))

@@ -96,18 +96,19 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     shared = shared_axes(batch, k, v)
     lead = batch[: len(batch) - shared]
     q, k, v = (aligned(x) for x in (q, k, v))
-    k, v = (_leading(x, lead, shared).reshape(*_two(lead), *x.shape[-2:]) for x in (k, v))
+    k, v = (_leading(x, lead, shared).reshape(*two_axes(lead), *x.shape[-2:]) for x in (k, v))
     return Heads(_by_key_head(q, batch, shared), k, v, batch, shared)
 
 
-def _two(lead: tuple[int, ...]) -> tuple[int, int]:
+def two_axes(lead: tuple[int, ...]) -> tuple[int, int]:
+    """B and G of batch axes."""
     return prod(lead[:-1]), lead[-1] if lead else 1
 
 
 def _by_key_head(x: Tensor, batch: tuple[int, ...], shared: int) -> Tensor:
     """(B, G, P, ·, ·) from a tensor of queries."""
     lead, tail = batch[: len(batch) - shared], batch[len(batch) - shared :]
-    return x.expand(*batch, *x.shape[-2:]).reshape(*_two(lead), prod(tail), *x.shape[-2:])
+    return x.expand(*batch, *x.shape[-2:]).reshape(*two_axes(lead), prod(tail), *x.shape[-2:])
 
 
 def _leading(x: Tensor, lead: tuple[int, ...], shared: int) -> Tensor:
@@ -190,7 +191,7 @@ class Plan:
                 *(*self.strides, *steps(), *self.tables_at),
                 *(self.n, self.m, self.d, self.e, skip, stop, blocks, *self.scales, *ends, self.G, self.P),
             )
-            tiles = dict(ROWS=config.rows, TILE=config.tile, PARTS=parts, PREFIX=_prefix(prefix, config))
+            tiles = dict(ROWS=config.rows, TILE=config.tile, PARTS=parts, PREFIX=prefix_of(prefix, config))
             options = dict(num_warps=config.warps, num_stages=config.stages)
             return kernel, grid, numbers, {**self.constants, **constants, **tiles}, options
 
@@ -208,7 +209,8 @@ class Plan:
         return x if x.shape[-1] == width else x[..., :width]
 
 
-def _prefix(tokens: int, config: Config) -> int:
+def prefix_of(tokens: int, config: Config) -> int:
+    """The tile in which so many special tokens are walked."""
     return min(max(16, power(tokens)), config.tile) if tokens else 0
 
 
@@ -411,7 +413,7 @@ def statistics(job: Job) -> tuple[Tensor, ...]:
         blocks = over(plan.n, config.rows)
         numbers = (*plan.strides[:7], *plan.tables_at, plan.n, plan.m, plan.d, blocks, *plan.scales, plan.G, plan.P)
         constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION", "CAPPED")}
-        constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=_prefix(plan.sinks, config))
+        constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=prefix_of(plan.sinks, config))
         options = dict(num_warps=config.warps, num_stages=config.stages)
         return triton_rows.statistics, (blocks * plan.heads,), numbers, constants, options
 

@@ -1,0 +1,237 @@
+"""A Y and Aᵀ Y for 16-bit q and k and float32 Y: what is made once for all products, and what each one launches.
+
+once        rows' log-sum-exps; q and k as the kernels read them; the intervals of both
+a product   peaks of Y's columns, Y in halves, and the walk: three launches, and a sum where rows are walked in parts
+
+The mathematics and the error are in triton_products.py.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from heedful.kernels import launching
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.launching import INTERPRETED, over, power
+from heedful.kernels.softmax import fused, launches, triton_products
+from heedful.kernels.softmax.launches import LOG2E, NARROWEST, PARTS, PROGRAMS, Config, aligned
+from heedful.kernels.softmax.reach import Intervals, Reach, intervals
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.patterns import Pattern
+from heedful.segments import Segments
+from heedful.shapes import Float, Tensor, broadcast_shapes
+
+# By the width of q and k and the columns a program takes; chosen on an H200 with benchmarks/gpu_softmax.py --products.
+CONFIGS = {
+    (64, 64): dict(forward=Config(128, 64, 8, 3), adjoint=Config(128, 64, 8, 3)),
+    (64, 128): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
+    (128, 64): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
+    (128, 128): dict(forward=Config(64, 64, 8, 2), adjoint=Config(64, 64, 8, 2)),
+    (256, 64): dict(forward=Config(64, 32, 8, 2), adjoint=Config(64, 32, 8, 2)),
+    (256, 128): dict(forward=Config(64, 32, 8, 2), adjoint=Config(64, 32, 8, 2)),
+}
+COLUMNS = 64  # that a program takes at most
+SPLIT_ROWS = 64
+PEAKS = 128  # parts in which the largest elements of Y are looked for
+
+
+class Side(NamedTuple):
+    """One of the two: queries, which walk the keys, or keys, which walk the queries."""
+
+    x: Tensor  # (B, G, tokens, d)
+    table: Tensor  # (B, G, 4, tokens)
+    first: int  # tokens whose walk is as long as the other side
+    prefix: int  # special tokens on the other side
+    span: int  # the longest walk of the rest; 0 where they are not to be walked in parts
+
+    @property
+    def length(self) -> int:
+        return self.x.shape[-2]
+
+
+class Products:
+    """x ↦ A x and y ↦ Aᵀ y of one q and k, which must not be written to meanwhile.
+
+    Every query head has its own product: heads that share keys read the same ones.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
+    ):
+        self._given = q, k, rows, pattern, segments, scale
+        self.batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2]))
+
+    @torch.compiler.disable
+    def apply(self, x: Float[Tensor, "*b m c"]) -> Float[Tensor, "*b n c"]:
+        """A x, in float32."""
+        return self._product(x, False)
+
+    @torch.compiler.disable
+    def adjoint(self, y: Float[Tensor, "*b n c"]) -> Float[Tensor, "*b m c"]:
+        """Aᵀ y, in float32."""
+        return self._product(y, True)
+
+    @cached_property
+    def walks(self) -> Walks:
+        return Walks(self.batch, *self._given)
+
+    @cached_property
+    def lse(self) -> Float[Tensor, "*b n"]:
+        """log₂ Σ exp of every row; +∞ where a query sees nothing."""
+        return fused.log_sum_exp(*self._given).expand(*self.batch, -1).contiguous()
+
+    def _product(self, y: Tensor, adjoint: bool) -> Tensor:
+        batch = tuple(y.shape[:-2])
+        if batch != self.batch:
+            return self._among(batch)._product(y, adjoint)
+        with on_device(y):
+            out = self.walks.product(y, self.lse, adjoint)
+        return out.view(*batch, *out.shape[1:])
+
+    def _among(self, batch: tuple[int, ...]) -> Products:
+        """The same for more heads, all of which share q and k."""
+        q, k, rows, pattern, segments, scale = self._given
+        more = Products(q.expand(*batch, *q.shape[-2:]), k, rows, pattern, segments, scale)
+        more.lse = self.lse.expand(*batch, -1).contiguous()
+        return more
+
+
+def objections(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
+    """Why these inputs are not taken."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return [f"it takes q and k of 16 bits, not {q.dtype}"]
+    return fused.objections(q, k, k, rows, pattern, segments, scale)
+
+
+READY: dict[tuple, dict] = {}  # compiled launches, by all that Triton looks at in q, k and the intervals
+
+
+class Walks:
+    """q and k as the kernels read them, and the launches of a product."""
+
+    def __init__(self, batch: tuple[int, ...], q, k, rows: SoftmaxRows, pattern, segments, scale: float):
+        reach = Reach.of(pattern)
+        assert reach is not None, f"{pattern}: see objections"
+        where = intervals(reach, q.shape[-2], k.shape[-2], segments, q.device)
+        self.queries, self.keys = _sides(batch, q, k, where)
+        self.heads, self.G = prod(batch), self.queries.x.shape[1]
+        self.d = self.queries.x.shape[-1]
+        self.scales = scale * LOG2E, 1.0 if rows.softcap is None else rows.softcap * LOG2E
+        self.D = max(NARROWEST, power(self.d))
+        operand = tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16
+        self.constants = dict(
+            D=self.D,
+            SEGMENTS=where.segmented,
+            EVEN_D=self.d == self.D,
+            OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
+            CAPPED=rows.softcap is not None,
+        )
+        kinds = ((x.x.shape, x.x.stride(), x.table.stride(), *x[2:]) for x in (self.queries, self.keys))
+        key = *kinds, q.dtype, q.device, where.segmented, *self.scales, rows.softcap is None
+        if len(READY) >= 1024:
+            READY.clear()
+        self.ready = READY.setdefault(key, {})
+
+    def product(self, y: Tensor, lse: Tensor, adjoint: bool) -> Float[Tensor, "h l e"]:
+        own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
+        e = y.shape[-1]
+        out = launches.empty((self.heads, own.length, e), y)
+        if not e:
+            return out
+        E = columns_of(e)
+        config = CONFIGS[self.D, E]["adjoint" if adjoint else "forward"]
+        groups = over(e, E)
+        halves, units = self._halves(y.reshape(*other.x.shape[:2], *y.shape[-2:]), other, groups, E)
+        inputs = own.x, other.x, halves, units, lse
+        first, parts = _long(own, other, config, self.heads * groups)
+        if first < own.length:
+            self._walk(config, inputs, out, own, other, adjoint, e, E, first, own.length, 1, own.prefix)
+        if first:
+            some = launches.empty((parts, self.heads, first, e), y)
+            self._walk(config, inputs, some, own, other, adjoint, e, E, 0, first, parts, 0)
+            torch.sum(some, 0, out=out[:, :first])
+        return out
+
+    def _halves(self, y: Tensor, side: Side, groups: int, E: int) -> tuple[Tensor, Tensor]:
+        """Two float16 for each element, (heads, groups, 2, tokens, E), and the units of the columns."""
+        length, e, segmented = side.length, y.shape[-1], self.constants["SEGMENTS"]
+        span = max(SPLIT_ROWS, power(over(length, PEAKS)))
+        parts = over(length, span)
+        tops = launches.empty((self.heads, parts, groups * E), y)
+        halves = launches.empty((self.heads, groups, 2, length, E), y, torch.float16)
+        units = launches.empty((self.heads, groups * E), y)
+        strides = y.stride()
+        kind = length, e, E, strides, y.data_ptr() % 16, side is self.keys
+
+        def describe_peaks():
+            numbers = (*strides, *side.table.stride()[:2], length, e, self.G, parts, span)
+            constants = dict(ROWS=SPLIT_ROWS, E=E, SEGMENTS=segmented)
+            return triton_products.peaks, (parts * self.heads, groups), numbers, constants, dict(num_warps=4)
+
+        def describe_split():
+            blocks = over(length, SPLIT_ROWS)
+            numbers = (*strides, *side.table.stride()[:2], length, e, self.G, parts, blocks)
+            constants = dict(PARTS=power(parts), ROWS=SPLIT_ROWS, E=E, SEGMENTS=segmented)
+            return triton_products.split, (blocks * self.heads, groups), numbers, constants, dict(num_warps=4)
+
+        launching.launch(self.ready, ("peaks", *kind), (y, side.table, tops), describe_peaks)
+        launching.launch(self.ready, ("split", *kind), (y, side.table, tops, halves, units), describe_split)
+        return halves, units
+
+    def _walk(self, config, inputs, out, own: Side, other: Side, adjoint, e, E, skip, stop, parts, prefix) -> None:
+        def describe():
+            blocks = over(stop, config.rows)
+            numbers = (
+                *(*own.x.stride()[:3], *other.x.stride()[:3], *own.table.stride()[:2], *other.table.stride()[:2]),
+                *(own.length, other.length, self.d, e, skip, stop, blocks, self.heads, *self.scales, self.G),
+            )
+            constants = dict(
+                self.constants,
+                E=E,
+                ROWS=config.rows,
+                TILE=config.tile,
+                PREFIX=launches.prefix_of(prefix, config),
+                PARTS=parts,
+                ADJOINT=adjoint,
+            )
+            options = dict(num_warps=config.warps, num_stages=config.stages)
+            grid = blocks * parts * self.heads, over(e, E)
+            return triton_products.product, grid, numbers, constants, options
+
+        key = "walk", adjoint, e, E, skip, stop, parts
+        launching.launch(self.ready, key, (*inputs, out, own.table, other.table), describe)
+
+
+def columns_of(e: int) -> int:
+    """How many columns a program takes."""
+    return 64 if e <= 64 else COLUMNS
+
+
+def _sides(batch: tuple[int, ...], q: Tensor, k: Tensor, where: Intervals) -> tuple[Side, Side]:
+    reach, two = where.reach, launches.two_axes(batch)
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.expand(*batch, *x.shape[-2:]).reshape(*two, *x.shape[-2:])
+
+    span = 0
+    if reach.is_plain and not where.segmented:
+        span = min(reach.before + reach.after + 1, reach.block or reach.before + reach.after + 1)
+    return (
+        Side(by_head(aligned(q)), by_head(where.rows), where.first_rows, reach.sinks, span),
+        Side(by_head(aligned(k)), by_head(where.keys), where.first_keys, reach.heads, span),
+    )
+
+
+def _long(own: Side, other: Side, config: Config, heads: int) -> tuple[int, int]:
+    """How many tokens are walked in parts, and in how many: the special ones, or all where they leave the card idle."""
+    length = own.first or own.length
+    span = other.length if own.first else min(own.span and own.span + config.rows, other.length)
+    parts = min(PARTS, span // (4 * config.tile), PROGRAMS // (heads * over(length, config.rows)))
+    if own.first:
+        return own.first, max(parts, 1)
+    return (own.length, parts) if parts > 1 else (0, 1)
