@@ -4,6 +4,7 @@
     python benchmarks/gpu_softmax.py --check                    errors against float64, beside the naive way's
     python benchmarks/gpu_softmax.py --tune                     the best tiles of every kernel
     python benchmarks/gpu_softmax.py --bench                    the README's table
+    python benchmarks/gpu_softmax.py --products                 float32 columns times 16-bit q and k: all three of these
     … --out results.json  --workers 14                          programs are compiled side by side beforehand
 
 A peer is timed in the same run: FlexAttention, compiled, and torch's fused kernel where the pattern is dense.
@@ -41,7 +42,7 @@ def _load(*names):
         return tuple(importlib.import_module(f"{base}.{name}") for name in names)
 
 
-fused, launches, rows = _load("fused", "launches", "rows")
+fused, launches, rows, products = _load("fused", "launches", "rows", "products")
 torch._dynamo.config.recompile_limit = 64  # the peer is compiled for each mask and length
 from heedful.patterns import Blocks, Causal, Full, Global, Window  # noqa: E402
 from heedful.segments import visible  # noqa: E402
@@ -308,6 +309,89 @@ def show(found, which):
     print(f"tune d{which[0]} {which[1]:10s} {text}", flush=True)
 
 
+TUNED_PRODUCTS = {
+    (64, 64): [
+        *itertools.product((128,), (64,), (4, 8), (2, 3)),
+        *itertools.product((64,), (64,), (4,), (2, 3)),
+        *itertools.product((128,), (128,), (8,), (2, 3)),
+        (64, 128, 4, 2),
+        (128, 32, 8, 3),
+        (256, 64, 8, 2),
+    ],
+    (64, 128): [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2)],
+    (128, 64): [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)],
+}
+
+
+def both_products(n, d, pattern=WINDOW, dtype=torch.bfloat16):
+    """A Y and Aᵀ Y of one head as computed here; and raised to float32, by three products of tf32 each."""
+    q, k = (x.detach() for x in draw(1, 1, n, d, dtype=dtype)[:2])
+    given = PLAIN, pattern, None, d**-0.5
+    here, memory, wide = products.Products(q, k, *given), {}, (q.float(), k.float())
+    raised = (
+        lambda y: fused.attend(*wide, y, *given),
+        lambda y: fused.adjoint(*wide, y, *given, memory=memory),
+    )
+    return q, k, (here.apply, here.adjoint), raised
+
+
+def check_products() -> dict:
+    table = {}
+    print("check: error of A Y and Aᵀ Y against float64 / with q and k raised", flush=True)
+    names = ("window", "window sinks", "longformer", "causal", "full", "blocks")
+    for name, d, dtype in itertools.product(names, (64, 40, 128), (torch.bfloat16, half)):
+        q, k, here, raised = both_products(4096, d, CHECKS[name]["pattern"], dtype)
+        y = torch.randn(1, 1, 4096, 100, device="cuda")
+        weights = naive(q.double(), k.double(), torch.eye(4096, device="cuda").double(), CHECKS[name]["pattern"])
+        want = weights @ y.double(), weights.mT @ y.double()
+        mine, base = (errors([f(y) for f in forms], want) for forms in (here, raised))
+        equal = all(torch.equal(f(y), f(y)) for f in here)
+        table[f"{name} d{d} {dtype}"] = dict(error=mine, raised=base, bit_equal=equal)
+        text = " ".join(f"{x:.1e}/{z:.1e}" for x, z in zip(mine, base, strict=True))
+        print(f"{name:14s} d{d} {dtype} {'ok ' if equal and max(mine) < 1e-6 else 'BAD'} {text}", flush=True)
+    return table
+
+
+def tune_products(n=65536) -> list:
+    """One head, causal; what its rows are walked in."""
+    found = []
+    for (d, E), configs in TUNED_PRODUCTS.items():
+        products.columns_of = lambda e, E=E: E
+        for side, name in enumerate(("forward", "adjoint")):
+            times = []
+            for config in configs:
+                products.CONFIGS[d, E] = dict.fromkeys(("forward", "adjoint"), launches.Config(*config))
+                products.READY.clear()
+                y = torch.randn(1, 1, n, E, device="cuda")
+                run = both_products(n, d, Causal())[2][side]
+                try:
+                    times.append((median(lambda run=run, y=y: run(y), 30), config))
+                except Exception as error:
+                    print(f"  {d} {E} {name} {config} {type(error).__name__} {str(error)[:90]!r}", flush=True)
+            text = "  ".join(f"{','.join(map(str, config))}: {ms:.3f}" for ms, config in sorted(times)[:6])
+            print(f"tune d{d} {E} columns {name:8s} {text}", flush=True)
+            found.append((d, E, name, times))
+    return found
+
+
+def bench_products() -> list:
+    results = []
+    for n, pattern, e in itertools.product((8192, 65536), (Causal(), Full()), (64, 128)):
+        *_, here, raised = both_products(n, 64, pattern)
+        y = torch.randn(1, 1, n, e, device="cuda")
+        times = [median(lambda f=f, y=y: f(y), 30) for f in (*here, *raised)]
+        print(
+            f"N{n} {pattern} {e} columns:", " ".join(f"{ms:.3f}" for ms in times), "(raised: the last two)", flush=True
+        )
+        results.append(dict(n=n, pattern=str(pattern), columns=e, ms=times))
+    return results
+
+
+def all_products() -> dict:
+    timed_first = bench_products()  # before the table is overwritten
+    return dict(check=check_products(), bench=timed_first, tune=tune_products())
+
+
 WORK = {
     "window 512, B1 N65536": dict(B=1, n=65536, pattern=WINDOW, flex="window"),
     "window 512, B4 N8192": dict(B=4, n=8192, pattern=WINDOW, flex="window"),
@@ -492,7 +576,7 @@ def attempt(job):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("check", "tune", "bench"):
+    for name in ("check", "tune", "bench", "products"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--out")
     parser.add_argument("--workers", type=int, default=14)
@@ -500,8 +584,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.share is not None:
         return warm(args.share, args.workers)
-    everything = not (args.check or args.tune or args.bench)
-    if args.workers > 1:
+    everything = not (args.check or args.tune or args.bench or args.products)
+    if args.workers > 1 and not args.products:
         flags = [sys.executable, __file__, "--workers", str(args.workers), "--share"]
         children = [
             subprocess.Popen([*flags, str(i)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -515,6 +599,8 @@ def main() -> None:
         print(f"compiled after {time.monotonic() - BEGAN:.0f} s", flush=True)
     result = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
     sections = {"check": check, "tune": tune, "bench": bench, "measuring": measuring, "host": host}
+    if args.products:
+        sections = {"products": all_products}
     for name, section in sections.items():
         wanted = everything or (args.bench if name in ("bench", "measuring", "host") else getattr(args, name))
         if wanted:

@@ -146,7 +146,7 @@ def _measured_head(setting: Setting, n: int) -> Work:
     from heedful.measures import effective_rank, head_measures
 
     def run(q, k, _):
-        found = head_measures(Softmax(Causal()).operator(q.float(), k.float()), 64, tau=0.9)
+        found = head_measures(Softmax(Causal()).operator(q, k), 64, tau=0.9)
         return effective_rank(found.spectrum, 0.9).estimate
 
     return Work(run, setting.draw(n))
