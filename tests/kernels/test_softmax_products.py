@@ -203,6 +203,28 @@ def test_the_raised_operator_keeps_q_and_k(reached, case, monkeypatch):
     assert error(sums.total, a.sum(-1)) < 1e-6
 
 
+def test_what_is_certain_of_the_spectrum_stays_so(reached, monkeypatch):
+    """From products alone, the bounds hold around the singular values of the definition in float64."""
+    from heedful.kernels.softmax import launches
+    from heedful.measures import search
+
+    large = launches.Config(128, 64, 4, 1)
+    for module in (launches, reached):
+        monkeypatch.setattr(module, "CONFIGS", {key: dict.fromkeys(x, large) for key, x in module.CONFIGS.items()})
+    monkeypatch.setattr(search, "pays_to_form", lambda op: False)
+    q, k = inputs((), 200, 16)
+    q = 2 * q
+    found = h.spectrum(h.Softmax().operator(q, k), 6, tau=0.9, budget=200)
+    with h.backend("torch"):
+        raised = h.spectrum(h.Softmax().operator(q.float(), k.float()), 6, tau=0.9, budget=200)
+    torch.testing.assert_close(found.values, raised.values, rtol=1e-6, atol=0)  # from the same starts
+    exact = torch.linalg.svdvals(h.Softmax().matrix(q.double(), k.double())).cpu()
+    assert (found.values[:6].cpu() <= exact[:6] * (1 + 1e-6)).all()
+    rank = h.effective_rank(found, 0.9)
+    shares = exact.square().cumsum(-1) / exact.square().sum()
+    assert int(rank.lower) <= int((shares < 0.9).sum()) + 1 <= int(rank.upper)
+
+
 def test_gradients_checks_and_other_backends_go_the_old_way(reached, monkeypatch):
     q, k = inputs((1,), 20, 16)
     op = h.Softmax().operator(q, k).float()

@@ -26,16 +26,19 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
-# By the width of q and k and the columns a program takes; chosen on an H200 with benchmarks/gpu_softmax.py --products.
+# By the width of q and k, and the columns that a program takes. Chosen on an H200 with benchmarks/gpu_softmax.py
+# --products; those of (128, 16), (128, 32), (128, 128) and of width 256 by what fits alone.
 CONFIGS = {
-    (64, 64): dict(forward=Config(128, 64, 8, 3), adjoint=Config(128, 64, 8, 3)),
-    (64, 128): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
-    (128, 64): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
-    (128, 128): dict(forward=Config(64, 64, 8, 2), adjoint=Config(64, 64, 8, 2)),
-    (256, 64): dict(forward=Config(64, 32, 8, 2), adjoint=Config(64, 32, 8, 2)),
-    (256, 128): dict(forward=Config(64, 32, 8, 2), adjoint=Config(64, 32, 8, 2)),
+    (64, 16): dict(forward=Config(64, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
+    (64, 32): dict(forward=Config(128, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
+    (64, 64): dict(forward=Config(128, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
+    (64, 128): dict(forward=Config(128, 64, 8, 3), adjoint=Config(128, 64, 8, 3)),
+    (128, 16): dict(forward=Config(64, 64, 4, 3), adjoint=Config(64, 64, 4, 3)),
+    (128, 32): dict(forward=Config(64, 64, 4, 3), adjoint=Config(64, 64, 4, 3)),
+    (128, 64): dict(forward=Config(64, 64, 4, 3), adjoint=Config(128, 64, 8, 3)),
+    (128, 128): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
+    **{(256, E): dict(forward=Config(64, 32, 8, 2), adjoint=Config(64, 32, 8, 2)) for E in (16, 32, 64, 128)},
 }
-COLUMNS = 64  # that a program takes at most
 SPLIT_ROWS = 64
 PEAKS = 128  # parts in which the largest elements of Y are looked for
 
@@ -44,14 +47,26 @@ class Side(NamedTuple):
     """One of the two: queries, which walk the keys, or keys, which walk the queries."""
 
     x: Tensor  # (B, G, tokens, d)
+    length: int
     table: Tensor  # (B, G, 4, tokens)
     first: int  # tokens whose walk is as long as the other side
     prefix: int  # special tokens on the other side
     span: int  # the longest walk of the rest; 0 where they are not to be walked in parts
 
-    @property
-    def length(self) -> int:
-        return self.x.shape[-2]
+
+class Way(NamedTuple):
+    """How a product with so many columns is computed."""
+
+    own: Side
+    other: Side
+    adjoint: bool
+    e: int
+    E: int  # columns that a program takes
+    groups: int
+    config: Config
+    span: int  # tokens among which a program looks for the largest elements of Y
+    first: int  # tokens that are walked in parts
+    parts: int
 
 
 class Products:
@@ -131,85 +146,95 @@ class Walks:
             OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
             CAPPED=rows.softcap is not None,
         )
-        kinds = ((x.x.shape, x.x.stride(), x.table.stride(), *x[2:]) for x in (self.queries, self.keys))
+        kinds = ((x.x.shape, x.x.stride(), x.table.stride(), *x[3:]) for x in (self.queries, self.keys))
         key = *kinds, q.dtype, q.device, where.segmented, *self.scales, rows.softcap is None
         if len(READY) >= 1024:
             READY.clear()
         self.ready = READY.setdefault(key, {})
+        self._ways: dict[tuple[bool, int], Way] = {}
 
     def product(self, y: Tensor, lse: Tensor, adjoint: bool) -> Float[Tensor, "h l e"]:
-        own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
         e = y.shape[-1]
+        way = self._ways.get((adjoint, e))
+        if way is None:
+            way = self._ways[adjoint, e] = self._way(adjoint, e)
+        own, other = way.own, way.other
         out = launches.empty((self.heads, own.length, e), y)
         if not e:
             return out
-        E = columns_of(e)
-        config = CONFIGS[self.D, E]["adjoint" if adjoint else "forward"]
-        groups = over(e, E)
-        halves, units = self._halves(y.reshape(*other.x.shape[:2], *y.shape[-2:]), other, groups, E)
-        inputs = own.x, other.x, halves, units, lse
-        first, parts = _long(own, other, config, self.heads * groups)
-        if first < own.length:
-            self._walk(config, inputs, out, own, other, adjoint, e, E, first, own.length, 1, own.prefix)
-        if first:
-            some = launches.empty((parts, self.heads, first, e), y)
-            self._walk(config, inputs, some, own, other, adjoint, e, E, 0, first, parts, 0)
-            torch.sum(some, 0, out=out[:, :first])
+        inputs = own.x, other.x, *self._halves(y, way), lse
+        if way.first < own.length:
+            self._walk(way, inputs, out, way.first, own.length, 1, own.prefix)
+        if way.first:
+            some = launches.empty((way.parts, self.heads, way.first, e), y)
+            self._walk(way, inputs, some, 0, way.first, way.parts, 0)
+            torch.sum(some, 0, out=out[:, : way.first])
         return out
 
-    def _halves(self, y: Tensor, side: Side, groups: int, E: int) -> tuple[Tensor, Tensor]:
+    def _way(self, adjoint: bool, e: int) -> Way:
+        own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
+        E = columns_of(e)
+        groups = max(1, over(e, E))
+        config = CONFIGS[self.D, E]["adjoint" if adjoint else "forward"]
+        span = max(SPLIT_ROWS, power(over(other.length, PEAKS)))
+        return Way(own, other, adjoint, e, E, groups, config, span, *_long(own, other, config, self.heads * groups))
+
+    def _halves(self, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
         """Two float16 for each element, (heads, groups, 2, tokens, E), and the units of the columns."""
-        length, e, segmented = side.length, y.shape[-1], self.constants["SEGMENTS"]
-        span = max(SPLIT_ROWS, power(over(length, PEAKS)))
-        parts = over(length, span)
+        side, length, E, groups = way.other, way.other.length, way.E, way.groups
+        parts = over(length, way.span)
         tops = launches.empty((self.heads, parts, groups * E), y)
         halves = launches.empty((self.heads, groups, 2, length, E), y, torch.float16)
         units = launches.empty((self.heads, groups * E), y)
+        y = y.reshape(*side.x.shape[:2], *y.shape[-2:])
         strides = y.stride()
-        kind = length, e, E, strides, y.data_ptr() % 16, side is self.keys
+        kind = way.adjoint, way.e, strides, y.data_ptr() % 16
 
         def describe_peaks():
-            numbers = (*strides, *side.table.stride()[:2], length, e, self.G, parts, span)
-            constants = dict(ROWS=SPLIT_ROWS, E=E, SEGMENTS=segmented)
+            numbers = (*strides, *side.table.stride()[:2], length, way.e, self.G, parts, way.span)
+            constants = dict(ROWS=SPLIT_ROWS, E=E, SEGMENTS=self.constants["SEGMENTS"])
             return triton_products.peaks, (parts * self.heads, groups), numbers, constants, dict(num_warps=4)
 
         def describe_split():
             blocks = over(length, SPLIT_ROWS)
-            numbers = (*strides, *side.table.stride()[:2], length, e, self.G, parts, blocks)
-            constants = dict(PARTS=power(parts), ROWS=SPLIT_ROWS, E=E, SEGMENTS=segmented)
+            numbers = (*strides, *side.table.stride()[:2], length, way.e, self.G, parts, blocks)
+            constants = dict(PARTS=power(parts), ROWS=SPLIT_ROWS, E=E, SEGMENTS=self.constants["SEGMENTS"])
             return triton_products.split, (blocks * self.heads, groups), numbers, constants, dict(num_warps=4)
 
-        launching.launch(self.ready, ("peaks", *kind), (y, side.table, tops), describe_peaks)
-        launching.launch(self.ready, ("split", *kind), (y, side.table, tops, halves, units), describe_split)
+        launching.launch(self.ready, ("peaks", kind), (y, side.table, tops), describe_peaks)
+        launching.launch(self.ready, ("split", kind), (y, side.table, tops, halves, units), describe_split)
         return halves, units
 
-    def _walk(self, config, inputs, out, own: Side, other: Side, adjoint, e, E, skip, stop, parts, prefix) -> None:
+    def _walk(self, way: Way, inputs: tuple, out: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
+        own, other, config = way.own, way.other, way.config
+
         def describe():
             blocks = over(stop, config.rows)
             numbers = (
                 *(*own.x.stride()[:3], *other.x.stride()[:3], *own.table.stride()[:2], *other.table.stride()[:2]),
-                *(own.length, other.length, self.d, e, skip, stop, blocks, self.heads, *self.scales, self.G),
+                *(own.length, other.length, self.d, way.e, skip, stop, blocks, self.heads, *self.scales, self.G),
             )
             constants = dict(
                 self.constants,
-                E=E,
+                E=way.E,
                 ROWS=config.rows,
                 TILE=config.tile,
                 PREFIX=launches.prefix_of(prefix, config),
                 PARTS=parts,
-                ADJOINT=adjoint,
+                ADJOINT=way.adjoint,
             )
             options = dict(num_warps=config.warps, num_stages=config.stages)
-            grid = blocks * parts * self.heads, over(e, E)
-            return triton_products.product, grid, numbers, constants, options
+            return triton_products.product, (blocks * parts * self.heads, way.groups), numbers, constants, options
 
-        key = "walk", adjoint, e, E, skip, stop, parts
+        key = "walk", way.adjoint, way.e, skip, parts
         launching.launch(self.ready, key, (*inputs, out, own.table, other.table), describe)
 
 
 def columns_of(e: int) -> int:
-    """How many columns a program takes."""
-    return 64 if e <= 64 else COLUMNS
+    """How many columns a program takes: scores cost about as much as 24, and are computed again for each group."""
+    if e <= 128:
+        return max(16, power(e))
+    return min((128, 64), key=lambda E: over(e, E) * (E + 24))
 
 
 def _sides(batch: tuple[int, ...], q: Tensor, k: Tensor, where: Intervals) -> tuple[Side, Side]:
@@ -222,8 +247,8 @@ def _sides(batch: tuple[int, ...], q: Tensor, k: Tensor, where: Intervals) -> tu
     if reach.is_plain and not where.segmented:
         span = min(reach.before + reach.after + 1, reach.block or reach.before + reach.after + 1)
     return (
-        Side(by_head(aligned(q)), by_head(where.rows), where.first_rows, reach.sinks, span),
-        Side(by_head(aligned(k)), by_head(where.keys), where.first_keys, reach.heads, span),
+        Side(by_head(aligned(q)), q.shape[-2], by_head(where.rows), where.first_rows, reach.sinks, span),
+        Side(by_head(aligned(k)), k.shape[-2], by_head(where.keys), where.first_keys, reach.heads, span),
     )
 
 

@@ -12,8 +12,8 @@
     forward     a block of queries over its keys:   o_i = Σ_j p_ij y_j
     adjoint     a block of keys over its queries:   o_j = Σ_i p_ij y_i      the same p, bit for bit but for the sum in x
 
-Tensor cores truncate as they add to their sums. Over thousands of tiles that would be a bias of as many roundings where
-all terms have one sign; so each tile is summed alone, and the sums are added outside, rounded to nearest.
+Tensor cores truncate what they add to a sum, a bias where all terms have one sign; so each tile is summed alone, and
+the sums are added outside, rounded to nearest.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
