@@ -27,18 +27,16 @@ from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 # By the width of q and k, and the columns that a program takes. Chosen on an H200 with benchmarks/gpu_softmax.py
-# --products; those of (128, 16), (128, 32), (128, 128) and of width 256 by what fits alone. At most four warps for 64
-# rows: more would share a row, and pass its weights on through shared memory.
+# --products; those of (128, 128) and of width 256 by what fits alone. At most four warps for 64 rows: more would share
+# a row, and pass its weights on through shared memory.
 CONFIGS = {
     (64, 16): dict(forward=Config(64, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
     (64, 32): dict(forward=Config(128, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
     (64, 64): dict(forward=Config(128, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
     (64, 128): dict(forward=Config(128, 64, 8, 3), adjoint=Config(128, 64, 8, 3)),
-    (128, 16): dict(forward=Config(64, 64, 4, 3), adjoint=Config(64, 64, 4, 3)),
-    (128, 32): dict(forward=Config(64, 64, 4, 3), adjoint=Config(64, 64, 4, 3)),
     (128, 64): dict(forward=Config(64, 64, 4, 3), adjoint=Config(128, 64, 8, 3)),
     (128, 128): dict(forward=Config(128, 64, 8, 2), adjoint=Config(128, 64, 8, 2)),
-    **{(256, E): dict(forward=Config(128, 32, 8, 2), adjoint=Config(128, 32, 8, 2)) for E in (16, 32, 64, 128)},
+    **{(256, E): dict(forward=Config(128, 32, 8, 2), adjoint=Config(128, 32, 8, 2)) for E in (64, 128)},
 }
 SPLIT_ROWS = 64
 PEAKS = 128  # parts in which the largest elements of Y are looked for
@@ -175,6 +173,8 @@ class Walks:
     def _way(self, adjoint: bool, e: int) -> Way:
         own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
         E = columns_of(e)
+        if self.d != NARROWEST:  # narrower groups were checked on a GPU beside keys of 64 alone
+            E = max(E, NARROWEST)
         groups = max(1, over(e, E))
         config = CONFIGS[self.D, E]["adjoint" if adjoint else "forward"]
         span = max(SPLIT_ROWS, power(over(other.length, PEAKS)))
