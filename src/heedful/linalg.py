@@ -59,9 +59,9 @@ def gram(x: Float[Tensor, "*b k n"], y: Float[Tensor, "*b l n"]) -> Float[Tensor
     >>> gram(x, x).tolist()
     [[10000.0, 10000.0], [10000.0, 10000.0]]
     """
-    total = torch.zeros(*x.shape[:-1], y.shape[-2], dtype=torch.float64, device=x.device)
     step = CHUNK.get(x.device.type, 1 << 12)
-    for start in range(0, x.shape[-1], step):
+    total = x[..., :step].double() @ y[..., :step].double().mT
+    for start in range(step, x.shape[-1], step):
         part = slice(start, start + step)
         total += x[..., part].double() @ y[..., part].double().mT
     return total
@@ -91,26 +91,28 @@ def orthonormal_by_products(
     Nothing here waits for the GPU. Where x has directions that are all rounding it is not orthonormal, nor finite
     perhaps.
     """
-    q, once = _by_cholesky(x, LOST * torch.finfo(x.dtype).eps * size)
-    q, twice = _by_cholesky(q - basis.mT @ (basis @ q), 0 * size)
-    return q, once & twice
+    q, lengths, shrunk = _by_cholesky(x)
+    q, _, again = _by_cholesky(q - basis.mT @ (basis @ q))
+    short = LOST * torch.finfo(x.dtype).eps * size
+    return q, (torch.minimum(shrunk, again) > 1e-3) & (lengths > short)
 
 
 def _by_cholesky(
-    x: Float[Tensor, "*b n p"], least: Float[Tensor, "*b"]
-) -> tuple[Float[Tensor, "*b n p"], Bool[Tensor, "*b"]]:
-    """x R⁻¹ with RᵀR = xᵀx, and whether the condition of x allows it, and no direction is shorter than `least`.
+    x: Float[Tensor, "*b n p"],
+) -> tuple[Float[Tensor, "*b n p"], Float[Tensor, "*b"], Float[Tensor, "*b"]]:
+    """x R⁻¹ with RᵀR = xᵀx; the shortest part of a column that the columns before it do not have, and its share of that
+    column. Both are NaN where R does not exist.
 
     Orthonormal up to ε times the condition of x, so that a second time it is so up to ε.
     """
     inner = gram(x.mT, x.mT)
-    scales = inner.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
-    factor, failed = torch.linalg.cholesky_ex(inner * scales[..., None] * scales[..., None, :], upper=True)
+    factor, failed = torch.linalg.cholesky_ex(inner, upper=True)
     lengths = factor.diagonal(dim1=-2, dim2=-1)
-    sound = (failed == 0) & (lengths > 1e-3).all(-1) & (lengths > scales * least[..., None]).all(-1)
+    shares = lengths / inner.diagonal(dim1=-2, dim2=-1).sqrt()
     identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device).expand_as(factor)
-    inverse = scales[..., None] * torch.linalg.solve_triangular(factor, identity, upper=True)
-    return x @ inverse.to(x.dtype), sound
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
+    none = torch.where(failed > 0, torch.nan, 0.0)
+    return x @ inverse.to(x.dtype), lengths.amin(-1) + none, shares.amin(-1) + none
 
 
 class Ritz(NamedTuple):
@@ -140,6 +142,7 @@ class Sketch:
         # Kept with the columns as rows: each one contiguous, and pages not yet grown into cost nothing.
         self._basis = torch.empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
         self._image = torch.empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
+        self._gram = torch.empty(*batch, self.most, self.most, dtype=torch.float64, device=op.device)
         self.products = 0
         self._begin(careful=op.device.type == "cpu")
 
@@ -147,8 +150,6 @@ class Sketch:
         *batch, n, m = self.op.shape
         self.generator = torch.Generator(self.op.device).manual_seed(self.seed)
         self.careful, self.width = careful, 0
-        self.gram = torch.zeros(*batch, 0, 0, dtype=torch.float64, device=self.op.device)
-        self._defect = torch.zeros(batch, dtype=torch.float64, device=self.op.device)
         self._sound = torch.ones(batch, dtype=torch.bool, device=self.op.device)
         size = m, min(self.block, self.most)
         start = torch.randn(size, dtype=self.op.dtype, device=self.op.device, generator=self.generator)
@@ -173,13 +174,15 @@ class Sketch:
     def grow(self) -> None:
         """One block more: as many products with Aᵀ and with A as it has columns."""
         p = min(self.block, self.most - self.width)
-        old, new = slice(0, self.width), slice(self.width, self.width + p)
+        new = slice(self.width, self.width + p)
         u = self._orthonormal(self._next[..., :p])
         w = self.op.mT @ u
         self._basis[..., new, :] = u.mT
         self._image[..., new, :] = w.mT
         self.width += p
-        self._extend_gram(old, new)
+        image = gram(self.image, self._image[..., new, :])
+        self._gram[..., : self.width, new] = image
+        self._gram[..., new, : self.width] = image.mT
         # What the next block is made from is also what couples this one to the rest: (1 − U Uᵀ) A W_t.
         z = self.op @ w
         self._size = z.norm(dim=(-2, -1))
@@ -193,13 +196,10 @@ class Sketch:
         self._sound &= sound
         return u
 
-    def _extend_gram(self, old: slice, new: slice) -> None:
-        image = gram(self.image, self._image[..., new, :])
-        self.gram = torch.cat([torch.cat([self.gram, image[..., old, :]], -1), image.mT], -2)
-        inner = (self.basis @ self._basis[..., new, :].mT).double()
-        inner[..., new, :] -= torch.eye(new.stop - new.start, dtype=torch.float64, device=inner.device)
-        # Frobenius norm of UᵀU − 1: the new columns count twice, as columns and as rows.
-        self._defect = self._defect + 2 * inner.square().sum((-2, -1))
+    @property
+    def gram(self) -> Float[Tensor, "*b k k"]:
+        """WᵀW"""
+        return self._gram[..., : self.width, : self.width]
 
     @property
     def captured(self) -> Float[Tensor, "*b"]:
@@ -209,7 +209,9 @@ class Sketch:
     @property
     def defect(self) -> Float[Tensor, "*b"]:
         """‖UᵀU − 1‖: how far U is from orthonormal."""
-        return self._defect.sqrt().cpu()
+        inner = (self.basis @ self.basis.mT).double()
+        inner.diagonal(dim1=-2, dim2=-1).sub_(1)
+        return torch.linalg.matrix_norm(inner).cpu()
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
@@ -238,7 +240,7 @@ class Sketch:
         """The sketch of some of the heads of a batch (b, n, m)."""
         part = copy(self)
         part.op = taken(self.op, heads)
-        for name in ("_basis", "_image", "gram", "_defect", "_sound", "_next", "_size", "_start"):
+        for name in ("_basis", "_image", "_gram", "_sound", "_next", "_size", "_start"):
             setattr(part, name, getattr(self, name)[heads])
         return part
 
