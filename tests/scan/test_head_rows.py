@@ -12,7 +12,7 @@ import zoo
 import heedful as h
 import heedful.hf as hf
 from heedful.hf.calls import Call
-from heedful.scan.baseline import Baselines, logit_spread
+from heedful.scan.baseline import Baselines, logit_spreads
 from heedful.scan.heads import Measuring, rows_of, thumbnail
 
 
@@ -104,7 +104,7 @@ def test_the_spread_of_the_logits_is_the_mean_variance_within_rows():
     z = call.softcap * torch.tanh(z / call.softcap)
     seen = h.segments.visible(call.pattern, *z.shape, None)
     variances = [z[i][seen[i]].var(correction=0) for i in range(len(z)) if int(seen[i].sum()) > 1]
-    assert logit_spread(call) == pytest.approx(float(torch.stack(variances).mean()) ** 0.5, rel=1e-5)
+    assert logit_spreads(call) == pytest.approx([float(torch.stack(variances).mean()) ** 0.5], rel=1e-5)
 
 
 def random_call(n: int, spread: float, seed: int, pattern=None) -> Call:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -63,19 +64,34 @@ def head_measures(
     """
     check_operator(op)
     op = op.float()
-    dense = room_for(op)
+    dense = Room().of(op)
     rows = statistics_into(op, dense)
     matrix = matrix_of(op, dense, rows.where, rows.largest)
     found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed)
     return HeadMeasures(rows, found)
 
 
-def room_for(op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
-    """Zeros for the pass over the rows to leave the matrix in, where it pays to have it.
+class Room:
+    """Memory for the matrices of heads that are measured one after the other.
 
-    None on a GPU, which has the rows in one launch, and A in a few others.
+    The pass over the rows leaves the matrix there. Fresh pages would cost as much as the weights that are put on them.
     """
-    return torch.zeros(op.shape, dtype=op.dtype) if op.device.type == "cpu" and pays_to_form(op) else None
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0)
+
+    def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
+        """Room for the matrix of op, with whatever stood in it, where it pays to have it.
+
+        None on a GPU, which has the rows in one launch, and A in a few others.
+        """
+        if op.device.type != "cpu" or not pays_to_form(op):
+            return None
+        size = prod(op.shape)
+        if self._kept.dtype != op.dtype or self._kept.numel() < size:
+            self._kept = torch.empty(0)  # what was kept goes before more is taken
+            self._kept = torch.empty(size, dtype=op.dtype)
+        return self._kept[:size].view(op.shape)
 
 
 def matrix_of(

@@ -27,16 +27,17 @@ nothing to fit, or a sink; then a band; then a window; then stripes. If none doe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.measures.places import Places
 from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
 from heedful.operator import AttentionOperator
-from heedful.segments import Layout
+from heedful.segments import Layout, take_tokens
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
 FIXED = ("current", "previous", "next", "left", "right", "start", "end", "last", "uniform")
@@ -165,18 +166,35 @@ def positional_pattern(
         raise ValueError(f"threshold: expected a score in (0, 1], got {threshold}.")
     if tokens is not None:
         _check_tokens(tokens, op)
-    found = _Head(op, tokens, width, sinks).shares(stripes)
+    asked = Asked(op.layout, tokens, width, sinks)
+    sums = checked_sums(op, asked.request())
+    columns = op.mT @ torch.ones(op.shape[-2], dtype=op.dtype, device=op.device)
+    return pattern_of(asked, sums, columns, stripes, threshold)
+
+
+def pattern_of(
+    asked: Asked, sums: RowSums, columns: Float[Tensor, "*b m"], stripes: int = 8, threshold: float = 0.5
+) -> PositionalPattern:
+    """The same from sums over the rows, which may have been taken with others, and the sums Aᵀ1 of the columns."""
+    found = _Head(asked, sums, columns).shares(stripes)
     names = tuple(found)
     mass, energy, scores = (torch.stack(column, -1) for column in zip(*found.values(), strict=True))
     return _labelled(names, mass, energy, scores, threshold)
 
 
-class _Head:
-    """One pass over the rows, and what the kinds read off it. All sums over rows are in float64."""
+class Asked:
+    """What the kinds ask of the rows, and all that they know without the weights.
 
-    def __init__(self, op: AttentionOperator, tokens: Tensor | None, width: int, sinks: int):
-        self.op, self.sinks = op, sinks
-        self.places = places = Places(op.layout)
+    targets   keys by name: "offset" (−width … width), "first" (the sinks), "last", "induction" where there are tokens
+    cubes     ((j + 1) / L)³ and ((L − j) / L)³ of every key, L the length of its segment
+    """
+
+    bands: tuple[Band, ...] = ((None, -2), (2, None))
+    """With the offsets −1, 0, 1, which are targets, they are the whole row."""
+
+    def __init__(self, layout: Layout, tokens: Int[Tensor, "*#b m"] | None = None, width: int = 8, sinks: int = 4):
+        self.layout, self.sinks = layout, sinks
+        self.places = places = Places(layout)
         self.offsets = tuple(range(-width, width + 1))
         groups = {
             "offset": places.at_offset(self.offsets),
@@ -187,15 +205,51 @@ class _Head:
             groups["induction"] = places.after_previous(tokens)
         lead = broadcast_shapes(*(x.shape[:-1] for x in groups.values()))
         self.targets = {name: x.expand(*lead, -1) for name, x in groups.items()}
-        bands = ((None, -2), (2, None), (-1, 1), (-width, width))  # the first three are the whole row
-        request = Request(torch.cat(list(self.targets.values()), -1), bands, _cubes(op.layout))
-        sums = checked_sums(op, request)
+        own = Places(Layout(layout.key_ids, layout.key_ids, layout.key_positions, layout.key_positions))
+        self.cubes = _cubes(layout.key_positions, own.length)
+        self._key_lengths = own.length
+
+    def request(
+        self, columns: Float[Tensor, "*s m x"] | None = None, into: Float[Tensor, "*b n m"] | None = None
+    ) -> Request:
+        """One pass over the rows, which may multiply the bands by columns of others too, and leave the matrix."""
+        wanted = self.cubes if columns is None else torch.cat([self.cubes, columns], -1)
+        return Request(torch.cat(list(self.targets.values()), -1), self.bands, wanted, into)
+
+    def split(self, x: Tensor) -> dict[str, Tensor]:
+        """What a pass found at the targets, (*b, n, t), by their names."""
+        return dict(zip(self.targets, x.split([keys.shape[-1] for keys in self.targets.values()], -1), strict=True))
+
+    @cached_property
+    def viewers(self) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
+        """How many queries there are in each key's segment, and how many of them at the key or after it."""
+        ids, keys, i, j = self.layout
+        length = Places(Layout(keys, ids, j, i)).length
+        return length, torch.minimum(length, self._key_lengths - j)
+
+
+class _Head:
+    """What the kinds read off one pass over the rows. All sums over rows are in float64."""
+
+    def __init__(self, asked: Asked, sums: RowSums, columns: Tensor):
+        self.asked, self.columns = asked, columns.double()
+        self.offsets, self.targets, self.sinks = asked.offsets, asked.targets, asked.sinks
         wide = {name: x.double() if x.is_floating_point() else x for name, x in sums.tensors().items()}
         self.sums = RowSums(**wide)
-        sizes = [x.shape[-1] for x in self.targets.values()]
-        self.at = dict(zip(self.targets, self.sums.at.split(sizes, -1), strict=True))
+        self.at, self.seen = asked.split(self.sums.at), asked.split(sums.seen)
         self.real = self.sums.mass > 0
-        self.i, self.length = (x.double() for x in (places.position, places.length))
+        self.i, self.length = (x.double() for x in (asked.places.position, asked.places.length))
+        self.mass, self.dot = self._parts()
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Σ|a| and Σ a X over the keys well before each query, well after it, and −1 … 1 from it; X the cubes."""
+        middle = len(self.offsets) // 2
+        near = slice(middle - 1, middle + 2)
+        weights, keys = self.at["offset"][..., near], self.targets["offset"][..., near].clamp(min=0)
+        cubes = take_tokens(self.asked.cubes, keys.flatten(-2)).unflatten(-2, keys.shape[-2:])
+        mass, dot = weights.abs().sum(-1), (weights[..., None] * cubes).sum(-2)
+        bands = self.sums.band_dot[..., : cubes.shape[-1]]
+        return torch.cat([self.sums.band_mass, mass[..., None]], -1), torch.cat([bands, dot[..., None, :]], -2)
 
     def shares(self, stripes: int) -> dict[str, Shares]:
         middle = len(self.offsets) // 2
@@ -237,9 +291,9 @@ class _Head:
         terms = torch.where(some, terms, 1)
         cubes = _sum_of_cubes(terms) / self.length.clamp(min=1) ** 3  # the columns hold (s / L)³
         at_edge = self.at[edge][..., 0]
-        dot = torch.where(some, self.sums.band_dot[..., bands, column].sum(-1) / cubes, at_edge)
+        dot = torch.where(some, self.dot[..., bands, column].sum(-1) / cubes, at_edge)
         norm = torch.where(some, _sum_of_sixth_powers(terms) / _sum_of_cubes(terms) ** 2, 1)
-        mass = torch.where(some, self.sums.band_mass[..., bands].sum(-1), at_edge.abs())
+        mass = torch.where(some, self.mass[..., bands].sum(-1), at_edge.abs())
         return self._fixed(dot, norm.expand_as(dot), mass, self.real)
 
     def _uniform(self) -> Shares:
@@ -261,32 +315,29 @@ class _Head:
         return self._support(first.abs().sum((-2, -1)), first.square().sum((-2, -1)), held)
 
     def _window(self) -> Shares:
-        sums = self.sums
-        return self._support(sums.band_mass[..., 3].sum(-1), sums.band_square[..., 3].sum(-1), sums.band_count[..., 3])
+        inside = self.at["offset"]
+        return self._support(inside.abs().sum((-2, -1)), inside.square().sum((-2, -1)), self.seen["offset"].sum(-1))
 
     def _band(self) -> Shares:
+        inside = self.at["offset"]
         rows = ((self.targets["offset"] >= 0) & self.real[..., None]).sum(-2)
-        energy = (self.at["offset"].sum(-2).square() / rows.clamp(min=1)).sum(-1)
-        return self._support(self.sums.band_mass[..., 3].sum(-1), energy, self.sums.band_count[..., 3])
+        energy = (inside.sum(-2).square() / rows.clamp(min=1)).sum(-1)
+        return self._support(inside.abs().sum((-2, -1)), energy, self.seen["offset"].sum(-1))
 
     def _stripes(self, stripes: int) -> Shares:
-        op, layout = self.op, self.op.layout
-        columns = (op.mT @ torch.ones(op.shape[-2], dtype=op.dtype, device=op.device)).double()
+        layout, columns = self.asked.layout, self.columns
         energy = columns.square() / self._viewers().clamp(min=1)
         segments = ((layout.key_positions == 0) & (layout.key_ids >= 0)).sum(-1, keepdim=True)
         order = energy.argsort(dim=-1, descending=True)
-        chosen = torch.arange(op.shape[-1], device=op.device) < stripes * segments
+        chosen = torch.arange(columns.shape[-1], device=columns.device) < stripes * segments
         mass, energy = ((x.gather(-1, order) * chosen).sum(-1) for x in (columns.abs(), energy))
         return self._support(mass, energy, torch.full_like(self.sums.count, stripes))
 
     def _viewers(self) -> Tensor:
         """How many queries see each key: all of its segment, or the later ones where the head never looks ahead."""
-        layout, middle = self.op.layout, len(self.offsets) // 2
-        keys = Places(Layout(layout.key_ids, layout.query_ids, layout.key_positions, layout.query_positions))
-        ahead = self.at["offset"][..., middle + 1].abs() + self.sums.band_mass[..., 1]
-        own = Places(Layout(layout.key_ids, layout.key_ids, layout.key_positions, layout.key_positions))
-        later = torch.minimum(keys.length, own.length - layout.key_positions)
-        return torch.where(ahead.sum(-1, keepdim=True) > 0, keys.length, later)
+        ahead = self.at["offset"][..., len(self.offsets) // 2 + 1].abs() + self.sums.band_mass[..., 1]
+        every, later = self.asked.viewers
+        return torch.where(ahead.sum(-1, keepdim=True) > 0, every, later)
 
 
 def _labelled(
@@ -315,10 +366,8 @@ def _named(index: Any, names: tuple[str, ...]) -> Any:
     return [_named(part, names) for part in index] if isinstance(index, list) else names[index]
 
 
-def _cubes(layout: Layout) -> Float[Tensor, "*s m 2"]:
-    """((j + 1) / L)³ and ((L − j) / L)³, L the length of the key's segment."""
-    ids, where = layout.key_ids, layout.key_positions
-    length = Places(Layout(ids, ids, where, where)).length.double().clamp(min=1)
+def _cubes(where: Int[Tensor, "*s m"], length: Int[Tensor, "*s m"]) -> Float[Tensor, "*s m 2"]:
+    length = length.double().clamp(min=1)
     return torch.stack([(where + 1) / length, ((length - where) / length).clamp(min=0)], -1) ** 3
 
 

@@ -116,7 +116,7 @@ def statistics_into(
     last: int = 1,
     window: int | tuple[int, int] | None = None,
 ) -> RowStatistics:
-    """The same; the pass leaves the weights in `into`, zeros, where the matrix is wanted too."""
+    """The same; the pass leaves the weights in `into`, where the matrix is wanted too."""
     check_operator(op)
     offsets = _check_offsets(offsets, op.shape[-1])
     check_count("first", first)

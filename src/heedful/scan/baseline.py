@@ -27,12 +27,13 @@ from heedful.measures.search import FORMED
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
 from heedful.segments import resolve
-from heedful.shapes import Tensor
+from heedful.shapes import Bool, Int, Tensor
 
 RATIO = 1.2
 DRAWS = 2
 LEAST, MOST = 0.05, 100.0  # spreads beyond which nothing changes: uniform rows, rows of a single key
 SAMPLED = 256  # queries from which the spread of the logits is told
+ROWS = 32  # of them at a time
 
 
 @dataclass(frozen=True)
@@ -106,32 +107,39 @@ def _between(a: Baseline, b: Baseline, part: float) -> Baseline:
     )
 
 
-def logit_spread(call: Call) -> float:
-    """The standard deviation of a head's logits within a row, over visible keys; for one head and one text.
+def logit_spreads(call: Call) -> list[float]:
+    """The standard deviation of each head's logits within a row, over visible keys; for one text.
 
-    All queries up to SAMPLED of them, so many at even distances beyond: never n × m logits at once.
+    All queries up to SAMPLED of them, so many at even distances beyond, a few at a time: never n × m logits at once.
     """
-    q, k = call.q[0, 0], call.k[0, 0]
-    n, m = q.shape[-2], k.shape[-2]
-    layout = resolve(call.segments, n, m, q.device)
-    query_ids, key_ids, i, j = (x.reshape(-1, x.shape[-1])[0] for x in layout)
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    query_ids, key_ids, i, j = (x.reshape(-1, x.shape[-1])[0] for x in resolve(call.segments, n, m, call.q.device))
     real = (query_ids >= 0).nonzero()[:, 0]
     if not len(real):
-        return float("nan")
-    rows = real[torch.linspace(0, len(real) - 1, min(len(real), SAMPLED), device=q.device).round().long()]
-    z = call.scale * (q[rows].float() @ k.float().mT)
+        return [float("nan")] * call.heads
+    rows = real[torch.linspace(0, len(real) - 1, min(len(real), SAMPLED), device=real.device).round().long()]
+    shown = (query_ids[rows, None] == key_ids) & call.pattern.allows(i[rows, None], j)
+    reach = torch.where(shown, torch.arange(1, m + 1, device=shown.device), 0).amax(-1)  # no key after it is seen
+    parts = list(zip(rows.split(ROWS), shown.split(ROWS), (int(x.max()) for x in reach.split(ROWS)), strict=True))
+    found = [_variances(call, chosen, seen[:, :stop]) for chosen, seen, stop in parts]
+    variance, several = (torch.cat(x, -1) for x in zip(*found, strict=True))
+    total = (variance * several).sum(-1) / several.sum(-1).clamp(min=1)
+    return total.sqrt().tolist()
+
+
+def _variances(call: Call, rows: Int[Tensor, " r"], shown: Bool[Tensor, "r c"]) -> tuple[Tensor, Tensor]:
+    """The variance of the logits of some queries over the first c keys, (heads, r), and which have several to tell."""
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    keys = slice(shown.shape[-1])
+    z = call.q[0, :, rows].float() @ call.per_head(call.k)[0, :, keys].float().mT
+    z *= call.scale
     if call.softcap is not None:
         z = call.softcap * torch.tanh(z / call.softcap)
-    if call.bias is not None:
-        z = z + call.bias[0, 0].expand(n, m)[rows]
-    shown = (query_ids[rows, None] == key_ids) & call.pattern.allows(i[rows, None], j) & z.isfinite()
-    return _spread(z, shown & (z > -1e9))
-
-
-def _spread(z: Tensor, shown: Tensor) -> float:
-    count = shown.sum(-1)
-    several = count > 1
-    z = torch.where(shown, z, 0).double()
-    mean = z.sum(-1) / count.clamp(min=1)
-    square = torch.where(shown, (z - mean[:, None]).square(), 0).sum(-1) / count.clamp(min=1)
-    return float((square * several).sum() / several.sum().clamp(min=1)) ** 0.5 if bool(several.any()) else 0.0
+    if call.bias is not None:  # which hides keys by −∞, or by numbers as low
+        z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
+        shown = shown & z.isfinite() & (z > -1e9)
+        z = torch.where(shown, z, 0)
+    weight, count = shown.to(z.dtype), shown.sum(-1).expand(z.shape[:-1])
+    mean = z.mul_(weight).sum(-1, keepdim=True) / count.clamp(min=1)[..., None]
+    away = z.sub_(mean).mul_(weight)
+    return torch.linalg.vector_norm(away, dim=-1).double().square() / count.clamp(min=1), count > 1

@@ -1,7 +1,7 @@
 """Everything that a scan records of one head on one text.
 
-One pass over the rows gives sums, weights at offsets and at the first tokens, distances, and leaves the matrices where
-it pays to form them; products with them give the spectra; a second pass the positional patterns. Heads go in groups
+One pass over the rows gives sums, weights at offsets and at the first tokens, distances, all that positional patterns
+ask for, and leaves the matrices where it pays to form them; products with them give the spectra. Heads go in groups
 that are small together, one by one where they are not formed.
 
 position share    energy of the nearest matrix that is constant along each offset −8 … 8, and on the first key, and zero
@@ -13,33 +13,32 @@ distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any
 
 import torch
 
 from heedful.hf.calls import Call
-from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures import (
     Spectrum,
     decay_exponent,
     effective_rank,
     energy_share,
     entropic_rank,
-    positional_pattern,
     spectrum,
     stable_rank,
 )
-from heedful.measures.heads import matrix_of, room_for
-from heedful.measures.places import Places
+from heedful.measures.heads import Room, matrix_of
+from heedful.measures.positions import Asked, pattern_of
 from heedful.measures.rows import checked_sums, over_rows
 from heedful.measures.search import FORMED
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
-from heedful.scan.baseline import Baselines, logit_spread
+from heedful.scan.baseline import Baselines, logit_spreads
 from heedful.shapes import Tensor
 
-TOGETHER = 1 << 23  # entries of the heads that are formed together: 32 MiB in float32
+TOGETHER = 3 << 22  # entries of the heads that are formed together: 48 MiB in float32
 REACH = 8  # offsets on either side that count as positional
 FIRST = 4  # tokens that count as the first ones
 CERTIFIED = 0.01  # a singular value is certified where its bounds are so close
@@ -58,44 +57,60 @@ class Measuring:
     budget: int = 512
 
 
-def rows_of(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines) -> list[dict[str, Any]]:
-    """The measures of every head of a call on one text, by the names of `records.NUMBERS`."""
-    pairs = call.q.shape[-2] * call.k.shape[-2]
-    step = max(1, TOGETHER // pairs) if pairs <= FORMED else 1
-    groups = [call.part(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
-    found = [row for group in groups for row in _measured(group, tokens, how, baselines)]
+def rows_of(
+    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, room: Room | None = None
+) -> list[dict[str, Any]]:
+    """The measures of every head of a call on one text, by the names of `records.NUMBERS`.
+
+    room    for the matrices, where calls follow one another
+    """
+    room = Room() if room is None else room
+    found = [
+        row for start, stop in together(call) for row in _measured(call.part(start, stop), tokens, how, baselines, room)
+    ]
     return [{"head": at, **row} for at, row in enumerate(found)]
 
 
-def _measured(call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines) -> list[dict[str, Any]]:
+def together(call: Call) -> list[tuple[int, int]]:
+    """Which heads are measured together: groups as even as can be, single heads where they are not formed."""
+    pairs = call.q.shape[-2] * call.k.shape[-2]
+    most = max(1, TOGETHER // max(pairs, 1)) if pairs <= FORMED else 1
+    step = ceil(call.heads / ceil(call.heads / most))
+    return [(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
+
+
+def _measured(
+    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, room: Room
+) -> list[dict[str, Any]]:
     op = call.operator().float()
-    places = Places(op.layout)
-    dense = room_for(op)
-    sums = checked_sums(op, _request(op, places, dense))
+    own = call.kind != "cross"
+    asked = Asked(op.layout, tokens if own else None, REACH, FIRST)
+    dense = room.of(op)
+    where = op.layout.key_positions[..., None].double() / op.shape[-1]
+    sums = checked_sums(op, asked.request(where, dense))
     energy = sums.square.double().sum(-1)
     k = min(how.values, *op.shape[-2:])
     matrix = matrix_of(op, dense, sums.where, sums.largest)
+    pattern = pattern_of(asked, sums, _column_sums(op, matrix))
     found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
-    own = call.kind != "cross"
-    pattern = positional_pattern(op, tokens if own else None)
     columns = {
         **_of_spectrum(found),
         **_of_rows(sums),
-        **_of_places(sums, places, op.shape[-1] if own else None),
+        **_of_places(sums, asked, op.shape[-1] if own else None),
         "label_score": pattern.score,
     }
     lists = {name: x[0].tolist() for name, x in columns.items()}
     rows = [{name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
     return [
-        {**row, "label": label, **_of_random(call.part(at, at + 1), baselines)}
-        for at, (row, label) in enumerate(zip(rows, pattern.labels[0], strict=True))
+        {**row, "label": label, **_of_random(call, spread, baselines)}
+        for row, label, spread in zip(rows, pattern.labels[0], logit_spreads(call), strict=True)
     ]
 
 
-def _request(op: AttentionOperator, places: Places, dense: Tensor | None) -> Request:
-    targets = torch.cat([places.at_offset(range(-REACH, REACH + 1)), places.first(FIRST)], -1)
-    where = op.layout.key_positions[..., None].to(op.dtype) / op.shape[-1]
-    return Request(targets, ((None, 0), (1, None)), where, into=dense)
+def _column_sums(op: AttentionOperator, matrix: AttentionOperator | Tensor) -> Tensor:
+    if isinstance(matrix, Tensor):
+        return matrix.sum(-2)
+    return op.mT @ torch.ones(op.shape[-2], dtype=op.dtype, device=op.device)
 
 
 def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
@@ -129,11 +144,11 @@ def _of_rows(sums: RowSums) -> dict[str, Tensor]:
     }
 
 
-def _of_places(sums: RowSums, places: Places, m: int | None) -> dict[str, Tensor]:
+def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
     """Masses by place; without m keys in the sequence of the queries, offsets mean nothing."""
-    at = sums.at.abs().double()
-    seeing = sums.mass > 0
-    offsets, first = at.split([2 * REACH + 1, FIRST], -1)
+    at = asked.split(sums.at.abs().double())
+    offsets, first = at["offset"], at["first"]
+    places, seeing = asked.places, sums.mass > 0
     found = {
         "sink": over_rows(first[..., 0], seeing & (places.position > 0)),
         "first": over_rows(first.sum(-1), seeing & (places.position >= FIRST)),
@@ -141,26 +156,26 @@ def _of_places(sums: RowSums, places: Places, m: int | None) -> dict[str, Tensor
     if m is None:
         return found
     for offset in OFFSETS:
-        there = places.at_offset([offset])[..., 0] >= 0
+        there = asked.targets["offset"][..., offset + REACH] >= 0
         found[f"offset_{offset}"] = over_rows(offsets[..., offset + REACH], seeing & there)
     i = places.position.double()
-    mass, dot = sums.band_mass.double(), sums.band_dot[..., 0].double() * m
-    away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])
+    mass, dot = sums.band_mass.double(), sums.band_dot[..., -1].double() * m
+    away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])  # at distances of 2 and more
+    away += offsets[..., REACH - 1] + offsets[..., REACH + 1]
     found["distance"] = over_rows(away / sums.mass.clamp(min=torch.finfo(torch.float32).tiny), seeing)
-    return found | {"position_share": _position_share(sums, places, offsets, first, seeing)}
+    return found | {"position_share": _position_share(sums, asked, offsets, first, seeing)}
 
 
-def _position_share(sums: RowSums, places: Places, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
-    keys = places.at_offset(range(-REACH, REACH + 1))
-    apart = (keys >= 0) & (keys != places.first(1)) & seeing[..., None]
+def _position_share(sums: RowSums, asked: Asked, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
+    keys = asked.targets["offset"]
+    apart = (keys >= 0) & (keys != asked.targets["first"][..., :1]) & seeing[..., None]
     along = torch.where(apart, offsets, 0).sum(-2).square() / apart.sum(-2).clamp(min=1)
     down = torch.where(seeing, first[..., 0], 0).sum(-1).square() / seeing.sum(-1).clamp(min=1)
     return (along.sum(-1) + down) / sums.square.double().sum(-1)
 
 
-def _of_random(call: Call, baselines: Baselines) -> dict[str, Any]:
+def _of_random(call: Call, spread: float, baselines: Baselines) -> dict[str, Any]:
     (n, width), m = call.q.shape[-2:], call.k.shape[-2]
-    spread = logit_spread(call)
     base = baselines.of(n, m, call.pattern, width, spread)
     if base is None:
         return {"logit_std": _plain(spread)}

@@ -14,10 +14,10 @@ import heedful
 from heedful import hf
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank, spectrum
-from heedful.measures.search import FORMED
+from heedful.measures.heads import Room
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import TOGETHER, Measuring, rows_of, thumbnail
+from heedful.scan.heads import Measuring, rows_of, thumbnail, together
 from heedful.scan.memory import limited
 from heedful.scan.texts import Unit
 from heedful.shapes import Tensor
@@ -60,6 +60,7 @@ class Worker:
         self.layers, self.how, self.device, self.count = layers, how, device, count
         self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
+        self.room = Room()
 
     def __call__(self, unit: Unit) -> Result:
         with limited(self.memory):
@@ -112,7 +113,7 @@ class Worker:
                 start = perf_counter()
                 n, m = call.q.shape[-2], call.k.shape[-2]
                 ids = tokens if tokens is not None and n == m == tokens.shape[-1] else None
-                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines)
+                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines, self.room)
                 look(at, call)
                 seconds = (perf_counter() - start) / call.heads
                 rows.extend(self._row(unit, call, at, row, seconds) for row in found)
@@ -162,11 +163,8 @@ def survey(probe: hf.Probe, inputs: dict[str, Any]) -> list[dict[str, Any]]:
 
 def apart(one: Call, two: Call, how: Measuring) -> list[Row]:
     """ΔA = A₁ − A₂ of every head: its norm and effective rank, from products with the two."""
-    pairs = one.q.shape[-2] * one.k.shape[-2]
-    step = max(1, TOGETHER // pairs) if pairs <= FORMED else 1
     rows: list[Row] = []
-    for at in range(0, one.heads, step):
-        end = min(at + step, one.heads)
+    for at, end in together(one):
         op = difference(one.part(at, end).operator().float(), two.part(at, end).operator().float())
         found = spectrum(op, 1, tau=(0.9, 0.95), budget=how.budget, seed=how.seed)
         r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)

@@ -3,8 +3,8 @@
 rows        one walk over the keys gives lse, Σ a², the entropy, max a and its key
 count       the lengths of a query's two intervals
 targets     a = exp(s − lse), with s from the one key that is asked for
-bands       the same walk over the intervals cut to the band: it gives Σ a² and lse of the band alone, so that
-            Σ a = exp(lse_band − lse) = share and Σ a² = share² · square_band;  Σ a X = share · (the band's own A X)
+bands       the same walk over the intervals cut to the band: it gives the lse of the band alone, so that
+            Σ a = exp(lse_band − lse) = share;  Σ a X = share · (the band's own A X)
 sink        as if there were none, then every sum times exp(lse − log(exp lse + exp sink))
 """
 
@@ -62,7 +62,8 @@ def row_statistics(
             lse=level.masked_fill(~seen, -inf).mul_(log(2)),
         )
         if request.targets is not None:
-            out = replace(out, at=_at(q, k, where, scale, rows.softcap, level, request.targets))
+            at, seen = _at(q, k, where, scale, rows.softcap, level, request.targets)
+            out = replace(out, at=at, seen=seen)
         for index, band in enumerate(request.bands):
             _fill_band(out, index, q, k, inside(where, n, m, *band), scale, rows.softcap, level, request.columns)
     return out if rows.sink is None else _with_sink(out, rows.sink / rows.temperature)
@@ -101,8 +102,8 @@ def _count(where: Intervals) -> Tensor:
     return hi - lo + stop - start
 
 
-def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, targets: Tensor) -> Tensor:
-    """The weights at the targets, 0 where a query does not see its target."""
+def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, targets: Tensor):
+    """The weights at the targets, 0 where a query does not see its target; and where it does."""
     batch, n = level.shape[:-1], level.shape[-1]
     targets = targets.expand(*batch, *targets.shape[-2:])
     lo, hi, start, stop = (x[..., None] for x in _bounds(where))
@@ -118,16 +119,14 @@ def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, 
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         out[..., part, :] = torch.exp2(scores * launches.LOG2E - level[..., part, None])
-    return out.masked_fill_(~seen, 0)
+    return out.masked_fill_(~seen, 0), seen
 
 
 def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, level: Tensor, columns) -> None:
     batch = level.shape[:-1]
-    within, square = _walk(q, k, where, scale, cap, batch)[:2]
+    within = _walk(q, k, where, scale, cap, batch)[0]
     share = torch.exp2(within - level).masked_fill_(within == inf, 0)
     out.band_mass[..., index] = share
-    out.band_square[..., index] = share.square() * square
-    out.band_count[..., index] = _count(where)
     if columns is not None:
         # The columns may need all of float32, which weights rounded to bfloat16 would spoil.
         job = launches.job(q.float(), k.float(), columns.float(), where, scale, cap)

@@ -14,7 +14,6 @@ from functools import cached_property
 from math import inf, prod
 
 import torch
-import torch.nn.functional as F
 
 from heedful.kernels.blocked import tiles as scheduler
 from heedful.kernels.blocked.reference import RowFunction, Work, put_tile
@@ -24,6 +23,8 @@ from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Layout, Segments, resolve
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
+
+CHUNK = 64  # numbers of a row whose largest is found together
 
 
 @torch.compiler.disable
@@ -45,9 +46,10 @@ def row_statistics(
     work = Work(q, k, k, rows.bias, pattern, segments, scale)
     softmax = isinstance(rows, SoftmaxRows)
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
+    request = _prepared(request, pattern, work.dtype)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
-        block = _block(tile, request, len(work.batch), work.dtype)
+        block = _block(tile, request, len(work.batch))
         if isinstance(rows, SoftmaxRows):
             part, weights = _of_softmax(work, rows, scores, tile, bias, block)
         else:
@@ -55,7 +57,9 @@ def row_statistics(
             part = of_weights(weights, block)
         out.put(tile.batch, tile.rows, part)
         if request.into is not None:
-            put_tile(request.into, tile, weights)
+            _leave(request.into, tile, weights)
+    if request.into is not None and bool((out.count == 0).any()):  # such queries may be in no tile
+        request.into.masked_fill_((out.count == 0)[..., None], 0)
     return out
 
 
@@ -82,6 +86,7 @@ def by_blocks(
         return out
     step = max(1, min(n, scheduler.BUDGET // (prod(batch) * m)))
     axes = len(batch)
+    request = _prepared(request, pattern, wide)
     query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
     for lo in range(0, n, step):
         part = slice(lo, min(lo + step, n))
@@ -96,7 +101,7 @@ def by_blocks(
             visible,
             0,
             None if request.targets is None else with_axes(request.targets, axes, 2)[..., part, :],
-            None if request.columns is None else with_axes(request.columns, axes, 2).to(wide),
+            None if request.columns is None else with_axes(request.columns, axes, 2).mT,
             request.bands,
         )
         weights = rows(part).to(wide)
@@ -119,7 +124,7 @@ class Block:
     visible: Bool[Tensor, "*#s r behind"] | None
     clear: int
     targets: Int[Tensor, "*#b r t"] | None
-    columns: Float[Tensor, "*#b c x"] | None
+    columns: Float[Tensor, "*#b x c"] | None
     bands: tuple[Band, ...]
 
     def count(self) -> Int[Tensor, "*s r"]:
@@ -128,13 +133,14 @@ class Block:
             return torch.full(self.i.shape[:-1], len(self.keys), device=self.i.device)
         return self.visible.sum(-1) + self.clear
 
-    def seen(self, part: slice) -> Int[Tensor, "*s r"]:
-        """How many of the keys in `part` each query sees."""
-        start, stop, _ = part.indices(len(self.keys))
-        if self.visible is None or stop <= self.clear:
-            return torch.full(self.i.shape[:-1], stop - start, device=self.i.device)
-        behind = slice(max(start - self.clear, 0), stop - self.clear)
-        return self.visible[..., behind].sum(-1) + max(self.clear - start, 0)
+    def sees(self, place: Int[Tensor, "*#b r t"]) -> Bool[Tensor, "*b r t"]:
+        """Whether each query sees the keys at these places among those of the block."""
+        if self.visible is None or not self.visible.shape[-1]:
+            return torch.ones_like(place, dtype=torch.bool)
+        batch = broadcast_shapes(self.visible.shape[:-2], place.shape[:-2])
+        place = place.expand(*batch, *place.shape[-2:])
+        behind = self.visible.expand(*batch, *self.visible.shape[-2:]).gather(-1, (place - self.clear).clamp(min=0))
+        return behind | (place < self.clear)
 
     def pieces(self, band: Band) -> Iterator[tuple[slice, Bool[Tensor, "*s r c"] | None]]:
         """The keys of a band in a few slices, each with who is inside; None: all are.
@@ -143,10 +149,12 @@ class Block:
         what it holds.
         """
         least, most = band
-        if not self._ascends:
+        if least is not None and most is not None and least > most:
+            return
+        if self._span is None:
             yield slice(None), self._inside(slice(None), band)
             return
-        j, (first, last) = self.j.flatten(), (int(x) for x in self.i.aminmax())
+        j, (first, last) = self.j.flatten(), self._span
         bounds = [
             0 if least is None else _before(j, first + least),  # no query has an earlier key
             0 if least is None else _before(j, last + least),  # from here on all queries are past the lower end
@@ -160,9 +168,13 @@ class Block:
                 yield part, None if inside else self._inside(part, band)
 
     @cached_property
-    def _ascends(self) -> bool:
+    def _span(self) -> tuple[int, int] | None:
+        """The first and the last position of the queries; None where positions do not ascend."""
         plain = self.j.numel() == len(self.keys) and self.i.numel() == self.i.shape[-2]
-        return plain and self.i.numel() > 0 and bool((self.j.flatten().diff() > 0).all())
+        if not plain or not self.i.numel() or not bool((self.j.flatten().diff() > 0).all()):
+            return None
+        first, last = self.i.aminmax()
+        return int(first), int(last)
 
     def _inside(self, part: slice, band: Band) -> Bool[Tensor, "*s r c"]:
         least, most = band
@@ -170,27 +182,43 @@ class Block:
         inside = torch.ones_like(offset, dtype=torch.bool) if least is None else offset >= least
         return inside if most is None else inside & (offset <= most)
 
-    def seen_inside(self, part: slice, inside: Bool[Tensor, "*s r c"]) -> Int[Tensor, "*s r"]:
-        if self.visible is None:
-            return inside.expand(*self.i.shape[:-1], -1).sum(-1)
-        start, stop, _ = part.indices(len(self.keys))
-        clear = min(max(self.clear - start, 0), stop - start)
-        behind = self.visible[..., max(start - self.clear, 0) : max(stop - self.clear, 0)]
-        return (inside & F.pad(behind, (clear, 0), value=True)).sum(-1)
-
 
 def _before(j: Int[Tensor, " c"], position: int) -> int:
     """How many keys stand before a position."""
     return int(torch.searchsorted(j, position))
 
 
-def _block(tile: Tile, request: Request, axes: int, dtype: torch.dtype) -> Block:
+def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> Request:
+    """The same request as blocks take it: bands end where the pattern does; columns are rows in memory.
+
+    (A product with few columns is five times slower than its transpose.)
+    """
+    bands = request.bands
+    if pattern is not None and pattern.is_causal:
+        bands = tuple((least, 0 if most is None else min(most, 0)) for least, most in bands)
+    columns = request.columns
+    return replace(request, bands=bands, columns=None if columns is None else columns.to(dtype).mT.contiguous().mT)
+
+
+def _leave(into: Float[Tensor, "*b n m"], tile: Tile, weights: Float[Tensor, "*b r c"]) -> None:
+    """Whole rows of the matrix: the weights of a tile, and zeros around them."""
+    rows = pick(into, tile.batch)[..., tile.rows, :]
+    if tile.cols.is_interval:
+        start, stop = int(tile.cols.index[0]), int(tile.cols.index[-1]) + 1
+        rows[..., :start] = 0
+        rows[..., stop:] = 0
+    else:
+        rows.zero_()
+    put_tile(into, tile, weights)
+
+
+def _block(tile: Tile, request: Request, axes: int) -> Block:
     keys = tile.cols.index.to(tile.i.device)
     targets, columns = request.targets, request.columns
     if targets is not None:
         targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
     if columns is not None:
-        columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).to(dtype)
+        columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
     visible = None if tile.mask is None else tile.mask.visible
     return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands)
 
@@ -200,7 +228,7 @@ def _of_softmax(
 ) -> tuple[RowSums, Tensor]:
     """The sums of a tile, and its weights, which the next tile overwrites."""
     logits = rows.logits(scores, tile, bias, rows.parameters)
-    top, place = logits.max(-1, keepdim=True)
+    top, place = _largest(logits)
     dead = top == -inf
     logits = logits.sub_(top.masked_fill(dead, 0))
     weights = torch.softmax(logits, -1, out=work.buffer("weights", *logits.shape))
@@ -226,7 +254,7 @@ def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
     proportions = mass / total.masked_fill(total == 0, 1)
     logs = proportions.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     entropy = -logs.mul_(proportions).sum(-1)
-    largest, place = mass.max(-1, keepdim=True)
+    largest, place = _largest(mass)
     return _sums(weights, mass, total[..., 0], largest, place, entropy, block)
 
 
@@ -242,7 +270,8 @@ def _sums(
     signed = absolute is not weights
     bands = [_band_sums(weights, signed, block, band) for band in block.bands]
     none = weights.new_zeros(*mass.shape, 0)
-    width = 0 if block.columns is None else block.columns.shape[-1]
+    at, seen = (none, none.bool()) if block.targets is None else _gather(weights, block)
+    width = 0 if block.columns is None else block.columns.shape[-2]
     return RowSums(
         total=mass if absolute is weights else weights.sum(-1),
         mass=mass,
@@ -251,42 +280,54 @@ def _sums(
         largest=largest[..., 0],
         where=torch.where(largest > 0, block.keys[place], -1)[..., 0],
         count=block.count().expand(mass.shape),
-        at=none if block.targets is None else _gather(weights, block.targets, block.keys),
+        at=at,
+        seen=seen,
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
-        band_square=torch.stack([x[1] for x in bands], -1) if bands else none,
-        band_count=torch.stack([x[2] for x in bands], -1) if bands else none.long(),
-        band_dot=torch.stack([x[3] for x in bands], -2) if bands else none[..., None, :].expand(*mass.shape, 0, width),
+        band_dot=torch.stack([x[1] for x in bands], -2) if bands else none[..., None, :].expand(*mass.shape, 0, width),
     )
 
 
-def _band_sums(
-    weights: Float[Tensor, "*b r c"], signed: bool, block: Block, band: Band
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Σ|a|, Σa², the number of visible keys and Σ a X inside one band."""
-    mass, square = weights.new_zeros(2, *weights.shape[:-1]).unbind()
-    count = torch.zeros(block.i.shape[:-1], dtype=torch.long, device=weights.device)
-    width = 0 if block.columns is None else block.columns.shape[-1]
-    dot = weights.new_zeros(*weights.shape[:-1], width)
+def _largest(x: Float[Tensor, "*b r c"]) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"]]:
+    """The largest number of each row, and the first place where it stands.
+
+    On a CPU `max` with its index goes number by number, and takes ten times as long as `amax`; so the largest of each
+    chunk first.
+    """
+    chunks = x.shape[-1] // CHUNK
+    if x.device.type != "cpu" or chunks < 2:
+        return x.max(-1, keepdim=True)
+    whole = x[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK))
+    top, chunk = whole.amax(-1).max(-1, keepdim=True)
+    inside = whole.take_along_dim(chunk[..., None], -2)[..., 0, :].argmax(-1, keepdim=True)
+    place = chunk * CHUNK + inside
+    if chunks * CHUNK == x.shape[-1]:
+        return top, place
+    rest, after = x[..., chunks * CHUNK :].max(-1, keepdim=True)
+    later = (rest > top) | rest.isnan()
+    return torch.where(later, rest, top), torch.where(later, after + chunks * CHUNK, place)
+
+
+def _band_sums(weights: Float[Tensor, "*b r c"], signed: bool, block: Block, band: Band) -> tuple[Tensor, Tensor]:
+    """Σ|a| and Σ a X inside one band."""
+    mass = weights.new_zeros(weights.shape[:-1])
+    width = 0 if block.columns is None else block.columns.shape[-2]
+    dot = weights.new_zeros(*weights.shape[:-2], width, weights.shape[-2])
     for part, inside in block.pieces(band):
         piece = weights[..., part]
-        if inside is None:
-            count = count + block.seen(part)
-        else:
+        if inside is not None:
             piece = piece * inside.to(piece.dtype)
-            count = count + block.seen_inside(part, inside)
-        mass += torch.linalg.vector_norm(piece, 1, -1) if signed else piece.sum(-1)
-        square += torch.linalg.vector_norm(piece, dim=-1).square()
+        mass += piece.abs().sum(-1) if signed else piece.sum(-1)
         if block.columns is not None:
-            dot += piece @ block.columns[..., part, :]
-    return mass, square, count.expand(mass.shape), dot
+            dot += block.columns[..., part] @ piece.mT
+    return mass, dot.mT
 
 
-def _gather(
-    weights: Float[Tensor, "*b r c"], targets: Int[Tensor, "*#b r t"], keys: Int[Tensor, " c"]
-) -> Float[Tensor, "*b r t"]:
-    """The weights at the target keys, 0 for a target that is not among these keys."""
+def _gather(weights: Float[Tensor, "*b r c"], block: Block) -> tuple[Float[Tensor, "*b r t"], Bool[Tensor, "*b r t"]]:
+    """The weights at the target keys, 0 for a target that is not among these keys; and whether they are seen."""
+    targets, keys = block.targets, block.keys
+    assert targets is not None
     place = torch.searchsorted(keys, targets.contiguous()).clamp(max=len(keys) - 1)
     found = keys[place] == targets
     batch = broadcast_shapes(weights.shape[:-2], targets.shape[:-2])
-    place = place.expand(*batch, *targets.shape[-2:])
-    return weights.gather(-1, place) * found
+    at = weights.gather(-1, place.expand(*batch, *targets.shape[-2:])) * found
+    return at, (found & block.sees(place)).expand(at.shape)

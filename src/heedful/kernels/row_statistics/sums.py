@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from heedful.kernels.blocked.tiles import pick
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor
 
 Band = tuple[int | None, int | None]
 """The least and the largest offset j − i, both inside; None: no limit."""
@@ -25,7 +25,7 @@ class Request:
     targets   keys whose weights are wanted, for each query, by index; −1: none
     bands     offsets (least, largest) whose share of a row is wanted
     columns   vectors that the rows of each band are multiplied by
-    into      zeros in which the weights themselves are left, where the matrix is wanted too
+    into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
     """
 
     targets: Int[Tensor, "*#b n t"] | None = None
@@ -49,9 +49,8 @@ class RowSums:
     where: Int[Tensor, "*b n"]  # the key of the largest, by index
     count: Int[Tensor, "*b n"]  # keys that pattern and segments let the query see
     at: Float[Tensor, "*b n t"]  # a at the targets
+    seen: Bool[Tensor, "*b n t"]  # whether pattern and segments let the query see the target
     band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
-    band_square: Float[Tensor, "*b n w"]  # Σ a²
-    band_count: Int[Tensor, "*b n w"]  # visible keys
     band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
     lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
 
@@ -60,21 +59,20 @@ class RowSums:
         cls, batch: tuple[int, ...], n: int, request: Request, dtype: torch.dtype, device: torch.device, softmax: bool
     ) -> RowSums:
         """Rows that see nothing."""
-        bands = len(request.bands)
+        bands, targets = len(request.bands), 0 if request.targets is None else request.targets.shape[-1]
         tails = {
-            "at": (0 if request.targets is None else request.targets.shape[-1],),
+            "at": (targets,),
+            "seen": (targets,),
             "band_mass": (bands,),
-            "band_square": (bands,),
-            "band_count": (bands,),
             "band_dot": (bands, 0 if request.columns is None else request.columns.shape[-1]),
         }
-        integers = ("where", "count", "band_count")
+        kinds = {"where": torch.long, "count": torch.long, "seen": torch.bool}
         made = {
             field.name: torch.zeros(
                 *batch,
                 n,
                 *tails.get(field.name, ()),
-                dtype=torch.long if field.name in integers else dtype,
+                dtype=kinds.get(field.name, dtype),
                 device=device,
             )
             for field in fields(cls)
@@ -101,7 +99,6 @@ class RowSums:
             largest=self.largest * by,
             at=self.at * wide,
             band_mass=self.band_mass * wide,
-            band_square=self.band_square * wide.square(),
             band_dot=self.band_dot * wide[..., None],
         )
 
