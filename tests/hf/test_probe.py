@@ -261,10 +261,10 @@ def test_a_module_that_runs_without_a_call_is_caught(monkeypatch):
 
 def test_a_leak_from_the_future_is_caught():
     call = calls_of(zoo.grow(SPECIES["llama"]), zoo.texts(SPECIES["llama"]))[0]
-    checks.check_call(call, call.forward())
+    checks.check_call(call, *checks.attended(call))
     leaking = replace(call, pattern=h.Full())
     with pytest.raises(hf.CheckFailed, match="sees a later key"):
-        checks.check_call(leaking, leaking.forward())
+        checks.check_call(leaking, *checks.attended(leaking))
 
 
 def test_rows_that_do_not_sum_to_one_are_caught():
@@ -272,11 +272,11 @@ def test_rows_that_do_not_sum_to_one_are_caught():
     losing = replace(call, sink=torch.zeros(4))
     with pytest.raises(hf.CheckFailed, match="a row sums to"):
         # The sink takes part of the mass, and then the call says that it has none.
-        checks.check_call(_Pretending(losing), losing.forward())
-    checks.check_call(losing, losing.forward())
+        checks.check_call(_Pretending(losing), *checks.attended(losing))
+    checks.check_call(losing, *checks.attended(losing))
     blind = replace(call, bias=torch.full((1, 1, 24, 24), -inf))
     with pytest.raises(hf.CheckFailed, match="a row sums to 0"):
-        checks.check_call(blind, blind.forward())
+        checks.check_call(blind, *checks.attended(blind))
 
 
 class _Pretending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -91,13 +92,26 @@ def floating_tensors(output: object) -> list[Tensor]:
     return [x for part in output for x in floating_tensors(part)] if isinstance(output, tuple | list) else []
 
 
-def check_call(call: Call, out: Tensor) -> None:
-    """Row sums and leaks by one product with two columns: ones, and ones on the later half of the keys."""
-    n, m = call.q.shape[-2], call.k.shape[-2]
-    real = call.real[:, None, :]
+def attended(call: Call) -> tuple[Tensor, Tensor]:
+    """The outputs of a call, and its weights times two columns: ones, and ones on the later half of the keys.
+
+    On a CPU the columns stand beside the values and cost next to nothing; a GPU's kernels are made for certain widths.
+    """
+    m, width = call.k.shape[-2], call.v.shape[-1]
     columns = torch.ones(m, 2, dtype=call.q.dtype, device=call.q.device)
     columns[: m // 2 + 1, 1] = 0
-    sums, ahead = (call.operator() @ columns).unbind(-1)
+    if call.q.device.type != "cpu":
+        return call.forward(), call.operator() @ columns
+    values = torch.cat([call.v, columns.expand(*call.v.shape[:-1], 2)], -1)
+    out, sums = replace(call, v=values).forward().split([width, 2], -1)
+    return out, sums
+
+
+def check_call(call: Call, out: Tensor, products: Tensor) -> None:
+    """Rows sum to one, and no query sees a later key, as `attended` tells it."""
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    real = call.real[:, None, :]
+    sums, ahead = products.unbind(-1)
     # Sums are taken in float32 at least, and rounded once to the precision of the model.
     slack = 4 * torch.finfo(call.q.dtype).eps + m * torch.finfo(torch.float32).eps
     over = sums > 1 + slack

@@ -10,19 +10,27 @@ Nothing is measured unless it was checked:
                 function and masks, equal those of the untouched model; and for each call the weights and outputs of
                 heedful, in float64, equal those of that eager function
     each call   rows sum to one (to less with a sink), nothing leaks from the future, outputs are finite
-    each run    every attention module that was entered made a call
+    each run    every attention module that was entered made a call, up to where a visitor had enough
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from heedful.hf.calls import Call
-from heedful.hf.checks import check_call, check_finite_model, compare_call, compare_outputs, floating_tensors
+from heedful.hf.checks import (
+    attended,
+    check_call,
+    check_finite_model,
+    compare_call,
+    compare_outputs,
+    floating_tensors,
+)
 from heedful.hf.modules import Refused, objections
 from heedful.hf.tap import Own, implementation, prepared, tapped
 from heedful.shapes import Tensor
@@ -69,16 +77,13 @@ class Probe:
         extra = _sparing(self.model, given)
 
         def attend(call: Call, own: Own) -> tuple[Tensor, None]:
-            out = call.forward()
-            check_call(call, out)
+            out, products = attended(call)
+            check_call(call, out, products)
             visit(call)
             return out.transpose(1, 2).contiguous(), None
 
-        try:
-            with prepared(self.model), tapped(self.model, attend, given) as tap:
-                self.model(**given, **extra)
-        except Enough:
-            return
+        with prepared(self.model), tapped(self.model, attend, given) as tap, suppress(Enough):
+            self.model(**given, **extra)
         tap.check_counts()
 
     def check(self, inputs: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ class Worker:
                 heads = range(call.heads)
                 pictures.extend({"layer": at, "head": head, **thumbnail(call.part(head, head + 1))} for head in heads)
 
-        rows = self._measure(self.probe, unit, unit.inputs, look)
+        rows = self._measure(self.probe, unit, unit.inputs, look, self.count)
         other: list[Row] = []
         delta: list[Row] = []
         if self.other is not None:
@@ -98,12 +98,21 @@ class Worker:
         return Result(unit, rows, other, delta, pictures)
 
     def _measure(
-        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Callable[[int, Call], None]
+        self,
+        probe: hf.Probe,
+        unit: Unit,
+        inputs: dict[str, Any],
+        look: Callable[[int, Call], None],
+        count: int | None = None,
     ) -> list[Row]:
+        """Rows of the chosen layers; the model stops after the last one, of `count` calls where that is known.
+
+        What a model does after its last call, the probe has seen when it checked inputs of this form.
+        """
         given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         tokens = given.get("input_ids")
         rows: list[Row] = []
-        last = None if self.layers is None else max(self.layers)
+        last = max(self.layers) if self.layers is not None else None if count is None else count - 1
         at = -1
 
         def visit(call: Call) -> None:
