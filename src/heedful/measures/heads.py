@@ -18,7 +18,7 @@ from heedful.measures.rows import RowStatistics, check_operator, over_rows, stat
 from heedful.measures.search import BUDGET, pays_to_form
 from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
-from heedful.shapes import Float, Int, Tensor
+from heedful.shapes import Float, Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,8 +65,8 @@ def head_measures(
     check_operator(op)
     op = op.float()
     dense = Room().of(op)
-    rows = statistics_into(op, dense)
-    matrix = matrix_of(op, dense, rows.where, rows.largest)
+    rows, left = statistics_into(op, dense)
+    matrix = matrix_of(op, dense if left else None)
     found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed)
     return HeadMeasures(rows, found)
 
@@ -79,6 +79,8 @@ class Room:
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
+        self.scratch: dict[str, Tensor] = {}
+        """For the pass itself."""
 
     def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
         """Room for the matrix of op, with whatever stood in it, where it pays to have it.
@@ -94,18 +96,8 @@ class Room:
         return self._kept[:size].view(op.shape)
 
 
-def matrix_of(
-    op: AttentionOperator,
-    left: Float[Tensor, "*b n m"] | None,
-    where: Int[Tensor, "*b n"],
-    largest: Float[Tensor, "*b n"],
-) -> AttentionOperator | Tensor:
-    """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself.
-
-    Not every mechanism's own `row_sums` leaves a matrix; one that was left has each row's largest weight where it is.
-    """
+def matrix_of(op: AttentionOperator, left: Float[Tensor, "*b n m"] | None) -> AttentionOperator | Tensor:
+    """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself."""
     if left is not None:
-        at = left.gather(-1, where.clamp(min=0)[..., None])[..., 0].abs()
-        if torch.allclose(at, largest.to(at.dtype)):
-            return left
+        return left
     return op.form() if pays_to_form(op) else op

@@ -210,11 +210,15 @@ class Asked:
         self._key_lengths = own.length
 
     def request(
-        self, columns: Float[Tensor, "*s m x"] | None = None, into: Float[Tensor, "*b n m"] | None = None
+        self,
+        columns: Float[Tensor, "*s m x"] | None = None,
+        into: Float[Tensor, "*b n m"] | None = None,
+        scratch: dict[str, Tensor] | None = None,
     ) -> Request:
         """One pass over the rows, which may multiply the bands by columns of others too, and leave the matrix."""
         wanted = self.cubes if columns is None else torch.cat([self.cubes, columns], -1)
-        return Request(torch.cat(list(self.targets.values()), -1), self.bands, wanted, into)
+        targets = torch.cat(list(self.targets.values()), -1)
+        return Request(targets, self.bands, wanted, into, places=False, scratch=scratch)
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
         """What a pass found at the targets, (*b, n, t), by their names."""

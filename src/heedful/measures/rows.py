@@ -104,7 +104,7 @@ def row_statistics(
 
     Tokens are counted inside each segment. Of n queries and m keys the queries are the last ones.
     """
-    return statistics_into(op, None, offsets=offsets, first=first, last=last, window=window)
+    return statistics_into(op, None, offsets=offsets, first=first, last=last, window=window)[0]
 
 
 def statistics_into(
@@ -115,8 +115,8 @@ def statistics_into(
     first: int = 4,
     last: int = 1,
     window: int | tuple[int, int] | None = None,
-) -> RowStatistics:
-    """The same; the pass leaves the weights in `into`, where the matrix is wanted too."""
+) -> tuple[RowStatistics, bool]:
+    """The same for a matrix that is wanted too, in `into`; and whether the pass left it there."""
     check_operator(op)
     offsets = _check_offsets(offsets, op.shape[-1])
     check_count("first", first)
@@ -126,7 +126,7 @@ def statistics_into(
     targets = torch.cat([places.at_offset(offsets), places.first(first), places.last(last)], -1)
     sums = checked_sums(op, Request(targets, () if band is None else (band,), into=into))
     at_offset, at_first, at_last = sums.at.abs().split([len(offsets), first, last], -1)
-    return RowStatistics(
+    found = RowStatistics(
         total=sums.total,
         mass=sums.mass,
         square=sums.square,
@@ -141,6 +141,7 @@ def statistics_into(
         inside=None if band is None else sums.band_mass[..., 0],
         log_sum_exp=sums.lse,
     )
+    return found, sums.left
 
 
 def over_rows(x: Float[Tensor, "*b n"], seeing: Bool[Tensor, "*b n"]) -> Float[Tensor, "*b"]:

@@ -87,10 +87,10 @@ def _measured(
     asked = Asked(op.layout, tokens if own else None, REACH, FIRST)
     dense = room.of(op)
     where = op.layout.key_positions[..., None].double() / op.shape[-1]
-    sums = checked_sums(op, asked.request(where, dense))
+    sums = checked_sums(op, asked.request(where, dense, room.scratch))
     energy = sums.square.double().sum(-1)
     k = min(how.values, *op.shape[-2:])
-    matrix = matrix_of(op, dense, sums.where, sums.largest)
+    matrix = matrix_of(op, dense if sums.left else None)
     pattern = pattern_of(asked, sums, _column_sums(op, matrix))
     found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
     columns = {

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from heedful.kernels.blocked import tiles as scheduler
 from heedful.kernels.blocked.tiles import Keys, Tile, pick, tiles, with_axes
 from heedful.kernels.dispatch import as_given
 from heedful.patterns import Pattern
@@ -136,21 +137,26 @@ def _without_padding(
 class Work:
     """The inputs with equal numbers of batch axes, cut into tiles in the precision of the computation."""
 
-    def __init__(self, q, k, v, bias, pattern, segments, scale):
+    def __init__(self, q, k, v, bias, pattern, segments, scale, scratch: dict[str, Tensor] | None = None):
         self.batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         self.q, self.k, self.v = self.inputs = tuple(with_axes(x, len(self.batch), 2) for x in (q, k, v))
         self.bias = None if bias is None else with_axes(bias, len(self.batch), 2)
         self.n, self.m = q.shape[-2], k.shape[-2]
         self.pattern, self.segments, self.scale = pattern, segments, scale
         self.dtype = torch.promote_types(q.dtype, torch.float32)
-        self.scratch: dict[str, Tensor] = {}
+        self.scratch: dict[str, Tensor] = {} if scratch is None else scratch
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """Memory that every tile uses again: fresh pages cost as much as the arithmetic on them."""
         size = prod(shape)
-        if name not in self.scratch or self.scratch[name].numel() < size:
-            self.scratch[name] = self.q.new_empty(size, dtype=self.dtype)
+        kept = self.scratch.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != self.dtype or kept.device != self.q.device:
+            self.scratch[name] = self.q.new_empty(max(size, self._most()), dtype=self.dtype)
         return self.scratch[name][:size].view(shape)
+
+    def _most(self) -> int:
+        """Scores of the largest tile, or more: pages that no tile touches cost nothing, another buffer does."""
+        return min(prod(self.batch) * min(self.n, scheduler.ROWS) * self.m, scheduler.BUDGET)
 
     def product(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """x @ y, in a buffer."""

@@ -43,7 +43,7 @@ def row_statistics(
         layout = resolve(segments, q.shape[-2], k.shape[-2])
         q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
         k = k.masked_fill(layout.key_ids[..., None] < 0, 0)
-    work = Work(q, k, k, rows.bias, pattern, segments, scale)
+    work = Work(q, k, k, rows.bias, pattern, segments, scale, request.scratch)
     softmax = isinstance(rows, SoftmaxRows)
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
@@ -60,7 +60,7 @@ def row_statistics(
             _leave(request.into, tile, weights)
     if request.into is not None and bool((out.count == 0).any()):  # such queries may be in no tile
         request.into.masked_fill_((out.count == 0)[..., None], 0)
-    return out
+    return replace(out, left=request.into is not None)
 
 
 def objections(q, k, rows, pattern, segments, scale, request) -> list[str]:
@@ -103,12 +103,13 @@ def by_blocks(
             None if request.targets is None else with_axes(request.targets, axes, 2)[..., part, :],
             None if request.columns is None else with_axes(request.columns, axes, 2).mT,
             request.bands,
+            request.places,
         )
         weights = rows(part).to(wide)
         out.put((), part, of_weights(weights, block))
         if request.into is not None:
             request.into[..., part, :] = weights
-    return out
+    return replace(out, left=request.into is not None)
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Block:
     targets: Int[Tensor, "*#b r t"] | None
     columns: Float[Tensor, "*#b x c"] | None
     bands: tuple[Band, ...]
+    places: bool
 
     def count(self) -> Int[Tensor, "*s r"]:
         """How many keys each query sees."""
@@ -220,7 +222,7 @@ def _block(tile: Tile, request: Request, axes: int) -> Block:
     if columns is not None:
         columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
     visible = None if tile.mask is None else tile.mask.visible
-    return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands)
+    return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands, request.places)
 
 
 def _of_softmax(
@@ -228,13 +230,13 @@ def _of_softmax(
 ) -> tuple[RowSums, Tensor]:
     """The sums of a tile, and its weights, which the next tile overwrites."""
     logits = rows.logits(scores, tile, bias, rows.parameters)
-    top, place = _largest(logits)
+    top, place = _largest(logits, block)
     dead = top == -inf
     logits = logits.sub_(top.masked_fill(dead, 0))
     weights = torch.softmax(logits, -1, out=work.buffer("weights", *logits.shape))
     if dead.any():
         weights.masked_fill_(dead, 0)
-    largest = weights.gather(-1, place)
+    largest = weights.amax(-1, keepdim=True) if place is None else weights.gather(-1, place)
     log_largest = largest.masked_fill(dead, 1).log()
     logits.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
     entropy = -log_largest - logits.mul_(weights).sum(-1, keepdim=True)
@@ -254,7 +256,7 @@ def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
     proportions = mass / total.masked_fill(total == 0, 1)
     logs = proportions.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     entropy = -logs.mul_(proportions).sum(-1)
-    largest, place = _largest(mass)
+    largest, place = _largest(mass, block)
     return _sums(weights, mass, total[..., 0], largest, place, entropy, block)
 
 
@@ -263,7 +265,7 @@ def _sums(
     absolute: Float[Tensor, "*b r c"],
     mass: Float[Tensor, "*b r"],
     largest: Float[Tensor, "*b r 1"],
-    place: Int[Tensor, "*b r 1"],
+    place: Int[Tensor, "*b r 1"] | None,
     entropy: Float[Tensor, "*b r"],
     block: Block,
 ) -> RowSums:
@@ -272,13 +274,14 @@ def _sums(
     none = weights.new_zeros(*mass.shape, 0)
     at, seen = (none, none.bool()) if block.targets is None else _gather(weights, block)
     width = 0 if block.columns is None else block.columns.shape[-2]
+    where = torch.full_like(largest, -1, dtype=torch.long) if place is None else block.keys[place]
     return RowSums(
         total=mass if absolute is weights else weights.sum(-1),
         mass=mass,
         square=torch.linalg.vector_norm(weights, dim=-1).square(),
         entropy=entropy,
         largest=largest[..., 0],
-        where=torch.where(largest > 0, block.keys[place], -1)[..., 0],
+        where=torch.where(largest > 0, where, -1)[..., 0],
         count=block.count().expand(mass.shape),
         at=at,
         seen=seen,
@@ -287,18 +290,21 @@ def _sums(
     )
 
 
-def _largest(x: Float[Tensor, "*b r c"]) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"]]:
-    """The largest number of each row, and the first place where it stands.
+def _largest(x: Float[Tensor, "*b r c"], block: Block) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"] | None]:
+    """The largest number of each row, and the first place where it stands, if that is wanted.
 
     On a CPU `max` with its index goes number by number, and takes ten times as long as `amax`; so the largest of each
     chunk first.
     """
+    if not block.places:
+        return x.amax(-1, keepdim=True), None
     chunks = x.shape[-1] // CHUNK
     if x.device.type != "cpu" or chunks < 2:
         return x.max(-1, keepdim=True)
     whole = x[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK))
     top, chunk = whole.amax(-1).max(-1, keepdim=True)
-    inside = whole.take_along_dim(chunk[..., None], -2)[..., 0, :].argmax(-1, keepdim=True)
+    chosen = chunk[..., None].expand(*chunk.shape, CHUNK)
+    inside = whole.gather(-2, chosen)[..., 0, :].argmax(-1, keepdim=True)
     place = chunk * CHUNK + inside
     if chunks * CHUNK == x.shape[-1]:
         return top, place

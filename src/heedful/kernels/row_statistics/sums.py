@@ -26,12 +26,16 @@ class Request:
     bands     offsets (least, largest) whose share of a row is wanted
     columns   vectors that the rows of each band are multiplied by
     into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
+    places    whether the key of each row's largest weight is wanted, which a CPU finds no faster than a softmax
+    scratch   memory that passes which follow one another may use again; a backend keeps there what it likes
     """
 
     targets: Int[Tensor, "*#b n t"] | None = None
     bands: tuple[Band, ...] = ()
     columns: Float[Tensor, "*#b m x"] | None = None
     into: Float[Tensor, "*b n m"] | None = None
+    places: bool = True
+    scratch: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,14 @@ class RowSums:
     square: Float[Tensor, "*b n"]  # Σ a²
     entropy: Float[Tensor, "*b n"]  # −Σ p log p,  p = |a| / Σ |a|
     largest: Float[Tensor, "*b n"]  # max |a|
-    where: Int[Tensor, "*b n"]  # the key of the largest, by index
+    where: Int[Tensor, "*b n"]  # the key of the largest, by index; −1 where it was not asked for
     count: Int[Tensor, "*b n"]  # keys that pattern and segments let the query see
     at: Float[Tensor, "*b n t"]  # a at the targets
     seen: Bool[Tensor, "*b n t"]  # whether pattern and segments let the query see the target
     band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
     band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
     lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
+    left: bool = False  # whether the weights are where the request wanted them
 
     @classmethod
     def blank(
@@ -76,6 +81,7 @@ class RowSums:
                 device=device,
             )
             for field in fields(cls)
+            if field.name != "left"
         }
         made["where"] -= 1
         lse = made.pop("lse") - torch.inf if softmax else None
@@ -107,10 +113,12 @@ class RowSums:
         """Parts side by side along a batch axis. The log-sum-exp is kept where all have one."""
         found: dict[str, Any] = {}
         for field in fields(cls):
+            if field.name == "left":
+                continue
             tensors = [getattr(part, field.name) for part in parts]
             found[field.name] = None if any(x is None for x in tensors) else torch.cat(tensors, axis)
-        return cls(**found)
+        return cls(**found, left=all(part.left for part in parts))
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, without those that are missing."""
-        return {field.name: x for field in fields(self) if (x := getattr(self, field.name)) is not None}
+        return {field.name: x for field in fields(self) if isinstance(x := getattr(self, field.name), Tensor)}
