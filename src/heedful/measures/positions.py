@@ -38,7 +38,7 @@ from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
 from heedful.operator import AttentionOperator
 from heedful.segments import Layout, take_tokens
-from heedful.shapes import Float, Int, Tensor, broadcast_shapes
+from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 FIXED = ("current", "previous", "next", "left", "right", "start", "end", "last", "uniform")
 LEVELS = ((*FIXED, "sink", "induction"), ("band",), ("window",), ("stripes",))
@@ -187,15 +187,17 @@ class Asked:
 
     targets   keys by name: "offset" (−width … width), "first" (the sinks), "last", "induction" where there are tokens
     cubes     ((j + 1) / L)³ and ((L − j) / L)³ of every key, L the length of its segment
+    near      where the offsets −1, 0, 1 stand among all offsets
     """
 
     bands: tuple[Band, ...] = ((None, -2), (2, None))
     """With the offsets −1, 0, 1, which are targets, they are the whole row."""
 
     def __init__(self, layout: Layout, tokens: Int[Tensor, "*#b m"] | None = None, width: int = 8, sinks: int = 4):
-        self.layout, self.sinks = layout, sinks
+        self.layout, self.tokens, self.sinks = layout, tokens, sinks
         self.places = places = Places(layout)
         self.offsets = tuple(range(-width, width + 1))
+        self.near = slice(width - 1, width + 2)
         groups = {
             "offset": places.at_offset(self.offsets),
             "first": places.first(sinks),
@@ -213,16 +215,34 @@ class Asked:
         self,
         columns: Float[Tensor, "*s m x"] | None = None,
         into: Float[Tensor, "*b n m"] | None = None,
+        down: Float[Tensor, "*b m"] | None = None,
         scratch: dict[str, Tensor] | None = None,
     ) -> Request:
         """One pass over the rows, which may multiply the bands by columns of others too, and leave the matrix."""
         wanted = self.cubes if columns is None else torch.cat([self.cubes, columns], -1)
         targets = torch.cat(list(self.targets.values()), -1)
-        return Request(targets, self.bands, wanted, into, places=False, scratch=scratch)
+        return Request(targets, self.bands, wanted, into, down, places=False, scratch=scratch)
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
         """What a pass found at the targets, (*b, n, t), by their names."""
         return dict(zip(self.targets, x.split([keys.shape[-1] for keys in self.targets.values()], -1), strict=True))
+
+    @cached_property
+    def near_cubes(self) -> Float[Tensor, "*s n 3 2"]:
+        """The cubes of the keys at −1, 0, 1 from each query."""
+        keys = self.targets["offset"][..., self.near].clamp(min=0)
+        return take_tokens(self.cubes, keys.flatten(-2)).unflatten(-2, keys.shape[-2:])
+
+    @cached_property
+    def contexts(self) -> dict[str, Context]:
+        """What the kinds whose weights are cubes have on which keys."""
+        i, length = self.places.position.double(), self.places.length.double()
+        return {
+            "left": _context(0, 0, i - 1, "first", length),
+            "right": _context(1, 1, length - i - 2, "last", length),
+            "start": _context(2, 1, length, "first", length),
+            "end": _context(2, 0, length, "last", length),
+        }
 
     @cached_property
     def viewers(self) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
@@ -232,82 +252,116 @@ class Asked:
         return length, torch.minimum(length, self._key_lengths - j)
 
 
+class Context(NamedTuple):
+    """Weights s³, s = 1, 2, …, on a part of a row; where that has no key, all of it on the token at the edge.
+
+    part     two before the query and more, two after it and more, or all: 0, 1, 2
+    column   of the cubes
+    cubes    Σ s³, divided by L³ as the columns are
+    norm     Σ s⁶ / (Σ s³)²
+    """
+
+    part: int
+    column: int
+    edge: str
+    some: Bool[Tensor, "*s n"]
+    cubes: Float[Tensor, "*s n"]
+    norm: Float[Tensor, "*s n"]
+
+
+def _context(part: int, column: int, terms: Tensor, edge: str, length: Tensor) -> Context:
+    some = terms >= 1
+    terms = torch.where(some, terms, 1)
+    sums = _sum_of_cubes(terms)
+    norm = torch.where(some, _sum_of_sixth_powers(terms) / sums**2, 1)
+    return Context(part, column, edge, some, sums / length.clamp(min=1) ** 3, norm)
+
+
+class Fixed(NamedTuple):
+    """A matrix P, row by row: a_i·p_i, |p_i|², Σ|a_i| on the support of p_i, and where P is defined."""
+
+    dot: Float[Tensor, "*b n"]
+    norm: Float[Tensor, "*b n"]
+    mass: Float[Tensor, "*b n"]
+    defined: Bool[Tensor, "*b n"]
+
+
 class _Head:
     """What the kinds read off one pass over the rows. All sums over rows are in float64."""
 
     def __init__(self, asked: Asked, sums: RowSums, columns: Tensor):
         self.asked, self.columns = asked, columns.double()
         self.offsets, self.targets, self.sinks = asked.offsets, asked.targets, asked.sinks
-        wide = {name: x.double() if x.is_floating_point() else x for name, x in sums.tensors().items()}
-        self.sums = RowSums(**wide)
-        self.at, self.seen = asked.split(self.sums.at), asked.split(sums.seen)
-        self.real = self.sums.mass > 0
-        self.i, self.length = (x.double() for x in (asked.places.position, asked.places.length))
+        self.sums = sums
+        self.whole, self.square = sums.mass.double(), sums.square.double()
+        self.at, self.seen = asked.split(sums.at), asked.split(sums.seen)
+        self.real = sums.mass > 0
         self.mass, self.dot = self._parts()
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Σ|a| and Σ a X over the keys well before each query, well after it, and −1 … 1 from it; X the cubes."""
-        middle = len(self.offsets) // 2
-        near = slice(middle - 1, middle + 2)
-        weights, keys = self.at["offset"][..., near], self.targets["offset"][..., near].clamp(min=0)
-        cubes = take_tokens(self.asked.cubes, keys.flatten(-2)).unflatten(-2, keys.shape[-2:])
-        mass, dot = weights.abs().sum(-1), (weights[..., None] * cubes).sum(-2)
-        bands = self.sums.band_dot[..., : cubes.shape[-1]]
-        return torch.cat([self.sums.band_mass, mass[..., None]], -1), torch.cat([bands, dot[..., None, :]], -2)
+        """Σ|a| and Σ a X over the keys well before each query, well after it, and over all keys; X the cubes."""
+        weights, cubes = self.at["offset"][..., self.asked.near].double(), self.asked.near_cubes
+        mass = weights.abs().sum(-1)
+        dot = sum(weights[..., at, None] * cubes[..., at, :] for at in range(3))  # a sum over three is slow
+        bands = self.sums.band_dot[..., : cubes.shape[-1]].double()
+        masses = self.sums.band_mass.double()
+        whole = masses.sum(-1) + mass, bands.sum(-2) + dot
+        return torch.cat([masses, whole[0][..., None]], -1), torch.cat([bands, whole[1][..., None, :]], -2)
 
     def shares(self, stripes: int) -> dict[str, Shares]:
         middle = len(self.offsets) // 2
-        found = {
+        fixed = {
             "current": self._single("offset", middle),
             "previous": self._single("offset", middle - 1),
             "next": self._single("offset", middle + 1),
-            "left": self._context([0], 0, self.i - 1, "first"),
-            "right": self._context([1], 1, self.length - self.i - 2, "last"),
-            "start": self._context([0, 1, 2], 1, self.length, "first"),
-            "end": self._context([0, 1, 2], 0, self.length, "last"),
+            **{name: self._cubic(context) for name, context in self.asked.contexts.items()},
             "last": self._single("last", 0),
             "uniform": self._uniform(),
-            "sink": self._sink(),
         }
         if "induction" in self.targets:
-            found["induction"] = self._single("induction", 0)
-        return found | {"band": self._band(), "window": self._window(), "stripes": self._stripes(stripes)}
+            fixed["induction"] = self._single("induction", 0)
+        found = self._fixed(fixed) | {
+            "sink": self._sink(),
+            "band": self._band(),
+            "window": self._window(),
+            "stripes": self._stripes(stripes),
+        }
+        return {name: found[name] for level in LEVELS for name in level if name in found}
 
-    def _fixed(self, dot: Tensor, norm: Tensor, mass: Tensor, defined: Tensor) -> Shares:
+    def _fixed(self, kinds: dict[str, Fixed]) -> dict[str, Shares]:
         """A multiple of one matrix P: ⟨A, P⟩² / ‖A‖²‖P‖² over the rows where P is defined."""
-        defined = defined & self.real
-        dot, norm, mass, whole, square = (
-            torch.where(defined, x, 0).sum(-1) for x in (dot, norm, mass, self.sums.mass, self.sums.square)
-        )
+        sums = []
+        for kind in kinds.values():
+            rows = (kind.defined & self.real).double()
+            terms = (kind.dot, kind.norm.expand_as(rows), kind.mass, self.whole, self.square)
+            sums.append([rows.sum(-1), *(torch.linalg.vecdot(x, rows) for x in terms)])
+        count, dot, norm, mass, whole, square = (torch.stack(column, -1) for column in zip(*sums, strict=True))
         energy = _share(dot.clamp(min=0).square(), norm * square)
         mass = _share(mass, whole)
-        enough = defined.sum(-1) >= LEAST_COVERAGE * self.real.sum(-1)
-        return Shares(mass, energy, torch.minimum(mass, energy) * enough)
+        enough = count >= LEAST_COVERAGE * self.real.sum(-1)[..., None]
+        found = (x.unbind(-1) for x in (mass, energy, torch.minimum(mass, energy) * enough))
+        return {name: Shares(*shares) for name, *shares in zip(kinds, *found, strict=True)}
 
-    def _single(self, name: str, which: int) -> Shares:
+    def _single(self, name: str, which: int) -> Fixed:
         """One key for each query."""
-        weight = self.at[name][..., which]
-        return self._fixed(weight, torch.ones_like(weight), weight.abs(), self.targets[name][..., which] >= 0)
+        weight = self.at[name][..., which].double()
+        return Fixed(weight, torch.ones_like(weight), weight.abs(), self.targets[name][..., which] >= 0)
 
-    def _context(self, bands: list[int], column: int, terms: Tensor, edge: str) -> Shares:
-        """Weights s³ over `terms` keys; where there are none, all of it on the token at the edge."""
-        some = terms >= 1
-        terms = torch.where(some, terms, 1)
-        cubes = _sum_of_cubes(terms) / self.length.clamp(min=1) ** 3  # the columns hold (s / L)³
-        at_edge = self.at[edge][..., 0]
-        dot = torch.where(some, self.dot[..., bands, column].sum(-1) / cubes, at_edge)
-        norm = torch.where(some, _sum_of_sixth_powers(terms) / _sum_of_cubes(terms) ** 2, 1)
-        mass = torch.where(some, self.mass[..., bands].sum(-1), at_edge.abs())
-        return self._fixed(dot, norm.expand_as(dot), mass, self.real)
+    def _cubic(self, context: Context) -> Fixed:
+        at_edge = self.at[context.edge][..., 0].double()
+        mass, dot = self.mass[..., context.part], self.dot[..., context.part, context.column]
+        dot = torch.where(context.some, dot / context.cubes, at_edge)
+        mass = torch.where(context.some, mass, at_edge.abs())
+        return Fixed(dot, context.norm, mass, self.real)
 
-    def _uniform(self) -> Shares:
+    def _uniform(self) -> Fixed:
         count = self.sums.count.clamp(min=1)
-        return self._fixed(self.sums.total / count, 1 / count, self.sums.mass, self.real)
+        return Fixed(self.sums.total.double() / count, 1 / count.double(), self.whole, self.real)
 
     def _support(self, mass: Tensor, energy: Tensor, held: Tensor) -> Shares:
         """Shares of sums over a support that holds `held` of each row's visible keys."""
         part = (held / self.sums.count.clamp(min=1)).clamp(max=1)
-        whole, square = self.sums.mass, self.sums.square
+        whole, square = self.whole, self.square
         mass, energy = _share(mass, whole.sum(-1)), _share(energy, square.sum(-1))
         by_chance = _share((whole * part).sum(-1), whole.sum(-1)), _share((square * part).sum(-1), square.sum(-1))
         corrected = [_beyond(x, c) for x, c in zip((mass, energy), by_chance, strict=True)]
@@ -316,17 +370,20 @@ class _Head:
     def _sink(self) -> Shares:
         first = self.at["first"]
         held = torch.full_like(self.sums.count, self.sinks)
-        return self._support(first.abs().sum((-2, -1)), first.square().sum((-2, -1)), held)
+        return self._support(_total(first.abs()), _total(first.square()), held)
+
+    def _near(self, energy: Tensor) -> Shares:
+        """Of what lies within ±width."""
+        return self._support(_total(self.at["offset"].abs()), energy, self.seen["offset"].sum(-1))
 
     def _window(self) -> Shares:
-        inside = self.at["offset"]
-        return self._support(inside.abs().sum((-2, -1)), inside.square().sum((-2, -1)), self.seen["offset"].sum(-1))
+        return self._near(_total(self.at["offset"].square()))
 
     def _band(self) -> Shares:
-        inside = self.at["offset"]
-        rows = ((self.targets["offset"] >= 0) & self.real[..., None]).sum(-2)
-        energy = (inside.sum(-2).square() / rows.clamp(min=1)).sum(-1)
-        return self._support(inside.abs().sum((-2, -1)), energy, self.seen["offset"].sum(-1))
+        exist = (self.targets["offset"] >= 0).double()
+        rows = (self.real[..., None, :].double() @ exist)[..., 0, :]
+        along = self.at["offset"].sum(-2, dtype=torch.float64)
+        return self._near((along.square() / rows.clamp(min=1)).sum(-1))
 
     def _stripes(self, stripes: int) -> Shares:
         layout, columns = self.asked.layout, self.columns
@@ -383,6 +440,10 @@ def _sum_of_cubes(x: Tensor) -> Tensor:
 def _sum_of_sixth_powers(x: Tensor) -> Tensor:
     """1⁶ + … + x⁶ (Faulhaber)."""
     return x * (x + 1) * (2 * x + 1) * (3 * x**4 + 6 * x**3 - 3 * x + 1) / 42
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.sum((-2, -1), dtype=torch.float64)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

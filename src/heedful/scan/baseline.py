@@ -33,7 +33,7 @@ RATIO = 1.2
 DRAWS = 2
 LEAST, MOST = 0.05, 100.0  # spreads beyond which nothing changes: uniform rows, rows of a single key
 SAMPLED = 256  # queries from which the spread of the logits is told
-ROWS = 32  # of them at a time
+ROWS = 64  # of them at a time
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ def _variances(call: Call, rows: Int[Tensor, " r"], shown: Bool[Tensor, "r c"]) 
     """The variance of the logits of some queries over the first c keys, (heads, r), and which have several to tell."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     keys = slice(shown.shape[-1])
-    z = call.q[0, :, rows].float() @ call.per_head(call.k)[0, :, keys].float().mT
-    z *= call.scale
+    z = (call.scale * call.q[0, :, rows].float()) @ call.per_head(call.k)[0, :, keys].float().mT
     if call.softcap is not None:
         z = call.softcap * torch.tanh(z / call.softcap)
     if call.bias is not None:  # which hides keys by −∞, or by numbers as low

@@ -36,6 +36,7 @@ from heedful.measures.search import FORMED
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import Baselines, logit_spreads
+from heedful.segments import Layout
 from heedful.shapes import Tensor
 
 TOGETHER = 3 << 22  # entries of the heads that are formed together: 48 MiB in float32
@@ -57,16 +58,36 @@ class Measuring:
     budget: int = 512
 
 
+class Kept:
+    """What a call leaves to the next: memory, and what is asked of rows where tokens stand in the same places."""
+
+    def __init__(self) -> None:
+        self.room = Room()
+        self._asked: Asked | None = None
+
+    def asked(self, layout: Layout, tokens: Tensor | None) -> Asked:
+        last = self._asked
+        if last is None or not _same(last, layout, tokens):
+            self._asked = last = Asked(layout, tokens, REACH, FIRST)
+        return last
+
+
+def _same(asked: Asked, layout: Layout, tokens: Tensor | None) -> bool:
+    known = asked.tokens
+    same = tokens is known if tokens is None or known is None else torch.equal(tokens, known)
+    return same and all(map(torch.equal, layout, asked.layout))
+
+
 def rows_of(
-    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, room: Room | None = None
+    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept | None = None
 ) -> list[dict[str, Any]]:
     """The measures of every head of a call on one text, by the names of `records.NUMBERS`.
 
-    room    for the matrices, where calls follow one another
+    kept    by calls that follow one another
     """
-    room = Room() if room is None else room
+    kept = Kept() if kept is None else kept
     found = [
-        row for start, stop in together(call) for row in _measured(call.part(start, stop), tokens, how, baselines, room)
+        row for start, stop in together(call) for row in _measured(call.part(start, stop), tokens, how, baselines, kept)
     ]
     return [{"head": at, **row} for at, row in enumerate(found)]
 
@@ -80,18 +101,19 @@ def together(call: Call) -> list[tuple[int, int]]:
 
 
 def _measured(
-    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, room: Room
+    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept
 ) -> list[dict[str, Any]]:
     op = call.operator().float()
     own = call.kind != "cross"
-    asked = Asked(op.layout, tokens if own else None, REACH, FIRST)
-    dense = room.of(op)
+    asked = kept.asked(op.layout, tokens if own else None)
+    dense = kept.room.of(op)
     where = op.layout.key_positions[..., None].double() / op.shape[-1]
-    sums = checked_sums(op, asked.request(where, dense, room.scratch))
+    down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
+    sums = checked_sums(op, asked.request(where, dense, down, kept.room.scratch))
     energy = sums.square.double().sum(-1)
     k = min(how.values, *op.shape[-2:])
     matrix = matrix_of(op, dense if sums.left else None)
-    pattern = pattern_of(asked, sums, _column_sums(op, matrix))
+    pattern = pattern_of(asked, sums, down if sums.left else _column_sums(op, matrix))
     found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
     columns = {
         **_of_spectrum(found),
@@ -146,7 +168,7 @@ def _of_rows(sums: RowSums) -> dict[str, Tensor]:
 
 def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
     """Masses by place; without m keys in the sequence of the queries, offsets mean nothing."""
-    at = asked.split(sums.at.abs().double())
+    at = asked.split(sums.at.abs())
     offsets, first = at["offset"], at["first"]
     places, seeing = asked.places, sums.mass > 0
     found = {
@@ -169,8 +191,8 @@ def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
 def _position_share(sums: RowSums, asked: Asked, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
     keys = asked.targets["offset"]
     apart = (keys >= 0) & (keys != asked.targets["first"][..., :1]) & seeing[..., None]
-    along = torch.where(apart, offsets, 0).sum(-2).square() / apart.sum(-2).clamp(min=1)
-    down = torch.where(seeing, first[..., 0], 0).sum(-1).square() / seeing.sum(-1).clamp(min=1)
+    along = torch.where(apart, offsets, 0).sum(-2, dtype=torch.float64).square() / apart.sum(-2).clamp(min=1)
+    down = torch.where(seeing, first[..., 0], 0).sum(-1, dtype=torch.float64).square() / seeing.sum(-1).clamp(min=1)
     return (along.sum(-1) + down) / sums.square.double().sum(-1)
 
 

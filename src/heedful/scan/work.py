@@ -14,10 +14,9 @@ import heedful
 from heedful import hf
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank, spectrum
-from heedful.measures.heads import Room
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import Measuring, rows_of, thumbnail, together
+from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
 from heedful.scan.memory import limited
 from heedful.scan.texts import Unit
 from heedful.shapes import Tensor
@@ -60,7 +59,7 @@ class Worker:
         self.layers, self.how, self.device, self.count = layers, how, device, count
         self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        self.room = Room()
+        self.kept = Kept()
 
     def __call__(self, unit: Unit) -> Result:
         with limited(self.memory):
@@ -122,7 +121,7 @@ class Worker:
                 start = perf_counter()
                 n, m = call.q.shape[-2], call.k.shape[-2]
                 ids = tokens if tokens is not None and n == m == tokens.shape[-1] else None
-                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines, self.room)
+                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines, self.kept)
                 look(at, call)
                 seconds = (perf_counter() - start) / call.heads
                 rows.extend(self._row(unit, call, at, row, seconds) for row in found)

@@ -58,6 +58,8 @@ def row_statistics(
         out.put(tile.batch, tile.rows, part)
         if request.into is not None:
             _leave(request.into, tile, weights)
+        if request.down is not None:
+            tile.cols.add(pick(request.down, tile.batch)[..., None], weights.sum(-2)[..., None])
     if request.into is not None and bool((out.count == 0).any()):  # such queries may be in no tile
         request.into.masked_fill_((out.count == 0)[..., None], 0)
     return replace(out, left=request.into is not None)
@@ -109,6 +111,8 @@ def by_blocks(
         out.put((), part, of_weights(weights, block))
         if request.into is not None:
             request.into[..., part, :] = weights
+        if request.down is not None:
+            request.down.add_(weights.sum(-2))
     return replace(out, left=request.into is not None)
 
 
@@ -238,10 +242,12 @@ def _of_softmax(
         weights.masked_fill_(dead, 0)
     largest = weights.amax(-1, keepdim=True) if place is None else weights.gather(-1, place)
     log_largest = largest.masked_fill(dead, 1).log()
-    logits.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
+    hidden = logits[..., tile.clear :] if bias is None and rows.bias_function is None else logits
+    hidden.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
     entropy = -log_largest - logits.mul_(weights).sum(-1, keepdim=True)
     lse = top - log_largest
-    found = _sums(weights, weights, weights.sum(-1), largest, place, entropy[..., 0], block)
+    mass = torch.where(dead, 0, torch.ones_like(top))[..., 0]
+    found = _sums(weights, weights, mass, largest, place, entropy[..., 0], block)
     if rows.sink is not None:
         whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
         share = (lse - whole).masked_fill(dead, -inf).exp()

@@ -26,6 +26,7 @@ class Request:
     bands     offsets (least, largest) whose share of a row is wanted
     columns   vectors that the rows of each band are multiplied by
     into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
+    down      zeros to which the sums of the columns are added, where the matrix is left
     places    whether the key of each row's largest weight is wanted, which a CPU finds no faster than a softmax
     scratch   memory that passes which follow one another may use again; a backend keeps there what it likes
     """
@@ -34,6 +35,7 @@ class Request:
     bands: tuple[Band, ...] = ()
     columns: Float[Tensor, "*#b m x"] | None = None
     into: Float[Tensor, "*b n m"] | None = None
+    down: Float[Tensor, "*b m"] | None = None
     places: bool = True
     scratch: dict[str, Tensor] | None = None
 
@@ -57,7 +59,7 @@ class RowSums:
     band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
     band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
     lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
-    left: bool = False  # whether the weights are where the request wanted them
+    left: bool = False  # whether `into` and `down` have what the request wanted there
 
     @classmethod
     def blank(
@@ -72,7 +74,7 @@ class RowSums:
             "band_dot": (bands, 0 if request.columns is None else request.columns.shape[-1]),
         }
         kinds = {"where": torch.long, "count": torch.long, "seen": torch.bool}
-        made = {
+        made: dict[str, Any] = {
             field.name: torch.zeros(
                 *batch,
                 n,
