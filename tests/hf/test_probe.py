@@ -267,6 +267,31 @@ def test_a_leak_from_the_future_is_caught():
         checks.check_call(leaking, *checks.attended(leaking))
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt_oss", "gemma2"])
+def test_columns_beside_the_values_change_no_output(name):
+    species = SPECIES[name]
+    for call in calls_of(zoo.grow(species), zoo.texts(species)):
+        out, products = checks.attended(call)
+        torch.testing.assert_close(out, call.forward(), rtol=1e-5, atol=1e-6)
+        m = call.k.shape[-2]
+        columns = torch.stack([torch.ones(m), (torch.arange(m) > m // 2).float()], -1)
+        torch.testing.assert_close(products, call.operator() @ columns, rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_without_a_call_is_caught_by_a_run_that_ends_early(monkeypatch):
+    species = SPECIES["llama"]
+    model, seen = zoo.grow(species), []
+    probe = hf.Probe(model)
+    probe(zoo.texts(species), seen.append)
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **rest: (hidden_states, None))
+
+    def enough(call):
+        raise hf.Enough
+
+    with pytest.raises(hf.CheckFailed, match=r"1 attention modules ran without a call .* model\.layers\.0\.self_attn"):
+        probe(zoo.texts(species), enough)
+
+
 def test_rows_that_do_not_sum_to_one_are_caught():
     call = calls_of(zoo.grow(SPECIES["llama"]), zoo.texts(SPECIES["llama"]))[0]
     losing = replace(call, sink=torch.zeros(4))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import heedful as h
 from heedful.kernels.blocked import tiles as scheduler
+from heedful.kernels.row_statistics import reference
 from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.places import Places
 from heedful.segments import resolve, visible
@@ -220,6 +221,47 @@ def test_bands_hold_what_stands_between_two_offsets(rows, segments, monkeypatch)
             ):
                 found = getattr(sums, name).select(3, at)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11, msg=f"{name} {bands[at]}")
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_a_pass_leaves_the_matrix_its_column_sums_and_what_was_seen(pattern, segments, monkeypatch):
+    q, k = inputs()
+    targets = torch.randint(-1, N, (2, 1, N, 6), generator=torch.Generator().manual_seed(0))
+    sees = visible(pattern, N, N, segments).expand(2, HEADS, N, N)
+    for budget in (1 << 21, 300):
+        monkeypatch.setattr(scheduler, "BUDGET", budget)
+        for mechanism in (h.Softmax(pattern), h.Quadratic(h.identity, pattern, normalise=None)):
+            A = mechanism.matrix(q, k, segments=segments)
+            into = torch.full((2, HEADS, N, N), torch.nan, dtype=torch.float64)  # room, whatever stands in it
+            down = torch.zeros(2, HEADS, N, dtype=torch.float64)
+            op = mechanism.operator(q, k, segments=segments)
+            sums = op.row_sums(Request(targets, into=into, down=down, places=False))
+            assert sums.left and bool((sums.where == -1).all())
+            torch.testing.assert_close(into, A, rtol=0, atol=1e-12)
+            torch.testing.assert_close(down, A.sum(-2), rtol=0, atol=1e-11)
+            torch.testing.assert_close(sums.largest, A.abs().amax(-1), rtol=0, atol=1e-12)
+            wanted = sees.gather(-1, targets.clamp(min=0).expand(2, HEADS, N, 6)) & (targets >= 0)
+            assert torch.equal(sums.seen, wanted)
+
+
+def test_passes_that_share_memory_do_not_see_each_other():
+    scratch: dict[str, torch.Tensor] = {}
+    for n, dtype in ((N, torch.float64), (200, torch.float64), (N, torch.float32), (N, torch.float64)):
+        q, k = (x.to(dtype) for x in inputs(n=n, m=n))
+        op = h.Softmax(h.Causal()).operator(q, k)
+        alone, shared = op.row_sums(Request()), op.row_sums(Request(scratch=scratch))
+        assert all(torch.equal(x, shared.tensors()[name]) for name, x in alone.tensors().items())
+
+
+@pytest.mark.parametrize("c", [1, 63, 64, 128, 200, 1000])
+def test_the_largest_of_a_row_is_found_by_chunks_as_by_hand(c):
+    x = torch.randint(0, 50, (3, 40, c), generator=torch.Generator().manual_seed(c)).double()  # with ties
+    x[0, 0, -1] = torch.nan
+    x[0, 1, 0] = torch.nan
+    top, place = reference.largest(x)
+    torch.testing.assert_close(top, x.amax(-1, keepdim=True), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(place, x.argmax(-1, keepdim=True))
 
 
 def test_autocast_stays_outside():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -12,8 +13,9 @@ import zoo
 import heedful as h
 import heedful.hf as hf
 from heedful.hf.calls import Call
+from heedful.scan import baseline, heads
 from heedful.scan.baseline import Baselines, logit_spreads
-from heedful.scan.heads import Measuring, rows_of, thumbnail
+from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
 
 
 def calls_of(name: str, n: int = 24) -> tuple[list[Call], dict]:
@@ -90,6 +92,25 @@ def test_position_share_is_the_energy_of_the_nearest_matrix_of_offsets_and_first
         assert row["position_share"] == pytest.approx(float(fitted.square().sum() / a.square().sum()), rel=1e-4)
 
 
+def test_what_a_call_leaves_to_the_next_changes_nothing():
+    kept, base = Kept(), Baselines()
+    for name, n in (("llama", 24), ("bert", 24), ("llama", 17), ("t5", 24), ("bart", 24)):
+        calls, inputs = calls_of(name, n)
+        for call in calls:
+            own = call.q.shape[-2] == call.k.shape[-2] == inputs["input_ids"].shape[-1]
+            tokens = inputs["input_ids"][:, None] if own else None
+            assert rows_of(call, tokens, Measuring(), base, kept) == rows_of(call, tokens, Measuring(), base)
+
+
+def test_heads_are_measured_together_in_groups_as_even_as_can_be(monkeypatch):
+    call = calls_of("llama")[0][0]
+    assert together(call) == [(0, 4)]
+    monkeypatch.setattr(heads, "TOGETHER", 3 * 24 * 24)
+    assert together(call) == [(0, 2), (2, 4)]
+    monkeypatch.setattr(heads, "FORMED", 24)
+    assert together(call) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
 def test_cross_attention_has_no_offsets():
     calls, _ = calls_of("bart")
     cross = next(call for call in calls if call.kind == "cross")
@@ -105,6 +126,30 @@ def test_the_spread_of_the_logits_is_the_mean_variance_within_rows():
     seen = h.segments.visible(call.pattern, *z.shape, None)
     variances = [z[i][seen[i]].var(correction=0) for i in range(len(z)) if int(seen[i].sum()) > 1]
     assert logit_spreads(call) == pytest.approx([float(torch.stack(variances).mean()) ** 0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_each_head_has_the_spread_of_its_own_logits(name, monkeypatch):
+    """Sampled rows, in parts, under padding, with a bias that hides keys."""
+    monkeypatch.setattr(baseline, "SAMPLED", 11)
+    monkeypatch.setattr(baseline, "ROWS", 4)
+    call = calls_of(name)[0][0]
+    ids = torch.tensor([0] * 20 + [-1] * 4)
+    hiding = torch.zeros(1, 1, 24, 24)
+    hiding[..., 3] = torch.finfo(torch.float32).min
+    call = replace(call, segments=ids, bias=hiding if call.bias is None else call.bias + hiding)
+    seen = h.segments.visible(call.pattern, 24, 24, ids)
+    seen[:, 3] = False
+    rows = torch.linspace(0, 19, 11).round().long()
+    wanted = []
+    for head in range(call.heads):
+        z = (
+            call.q[0, head] @ call.per_head(call.k)[0, head].mT * call.scale
+            + call.bias.expand(1, call.heads, 24, 24)[0, head]
+        ).double()
+        variances = [z[i][seen[i]].var(correction=0) for i in rows if int(seen[i].sum()) > 1]
+        wanted.append(float(torch.stack(variances).mean()) ** 0.5)
+    assert logit_spreads(call) == pytest.approx(wanted, rel=1e-5)
 
 
 def random_call(n: int, spread: float, seed: int, pattern=None) -> Call:

@@ -20,9 +20,11 @@ import heedful.hf as hf
 from heedful.hf import Refused
 from heedful.records import UNTIMED, AnotherScan, Run
 from heedful.scan import Scan, scan
+from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
-from heedful.scan.work import difference
+from heedful.scan.texts import Unit
+from heedful.scan.work import Worker, difference
 
 
 def timeless(found: Scan) -> pl.DataFrame:
@@ -124,6 +126,21 @@ def test_models_with_two_sequences_or_images_are_scanned(name, tmp_path):
     kinds = found.table().group_by("layer").agg(pl.col("kind").first()).sort("layer")["kind"].to_list()
     assert kinds == [call.kind for call in calls]
     assert set(found.rows["length"]) == {calls[0].q.shape[-2]}
+
+
+def test_a_model_stops_after_its_last_attention_call():
+    species = tiny.species("llama")
+    model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
+    worker = Worker(model, None, None, Measuring(), "cpu", len(model.model.layers))
+    once, ran = worker(unit), []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda *_, at=at: ran.append(at)) for at, layer in enumerate(model.model.layers)
+    ]
+    again = worker(unit)
+    for hook in hooks:
+        hook.remove()
+    assert ran == list(range(len(model.model.layers) - 1))
+    assert [{**row, "seconds": 0} for row in once.rows] == [{**row, "seconds": 0} for row in again.rows]
 
 
 def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_path):

@@ -27,7 +27,7 @@ from heedful.measures.search import FORMED
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
 from heedful.segments import resolve
-from heedful.shapes import Bool, Int, Tensor
+from heedful.shapes import Bool, Float, Int, Tensor
 
 RATIO = 1.2
 DRAWS = 2
@@ -71,25 +71,27 @@ class Baselines:
 
     def measured(self, n: int, m: int, pattern: Pattern, width: int, spread: float) -> Baseline:
         """The mean of DRAWS random heads, by the library's own measures."""
-        drawn = [self._draw(n, m, pattern, width, spread, self.seed + at) for at in range(DRAWS)]
-        first, *others = drawn
-        for number, other in enumerate(others, 1):
-            first = _between(first, other, 1 / (number + 1))
-        return first
-
-    def _draw(self, n: int, m: int, pattern: Pattern, width: int, spread: float, seed: int) -> Baseline:
-        generator = torch.Generator().manual_seed(seed)
         size = sqrt(spread / sqrt(width))
-        q, k = (size * torch.randn(length, width, generator=generator) for length in (n, m))
+        drawn = [_drawn(n, m, width, self.seed + at) for at in range(DRAWS)]
+        q, k = (size * torch.stack(x) for x in zip(*drawn, strict=True))
         op = Softmax(pattern, scale=1.0).operator(q, k)
         found = head_measures(op, min(self.values, n, m), tau=(0.9, 0.95), budget=self.budget, seed=self.seed)
         return Baseline(
-            rank90=float(effective_rank(found.spectrum, 0.9).estimate),
-            rank95=float(effective_rank(found.spectrum, 0.95).estimate),
-            energy10=float(energy_share(found.spectrum, 0.1).estimate),
-            entropy=float(over_rows(found.rows.entropy, found.rows.mass > 0)),
-            sigma=tuple(found.spectrum.values.tolist()),
+            rank90=_mean(effective_rank(found.spectrum, 0.9).estimate),
+            rank95=_mean(effective_rank(found.spectrum, 0.95).estimate),
+            energy10=_mean(energy_share(found.spectrum, 0.1).estimate),
+            entropy=_mean(over_rows(found.rows.entropy, found.rows.mass > 0)),
+            sigma=tuple(found.spectrum.values.double().mean(0).tolist()),
         )
+
+
+def _drawn(n: int, m: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=generator), torch.randn(m, width, generator=generator)
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean())
 
 
 def _between(a: Baseline, b: Baseline, part: float) -> Baseline:
@@ -120,24 +122,34 @@ def logit_spreads(call: Call) -> list[float]:
     rows = real[torch.linspace(0, len(real) - 1, min(len(real), SAMPLED), device=real.device).round().long()]
     shown = (query_ids[rows, None] == key_ids) & call.pattern.allows(i[rows, None], j)
     reach = torch.where(shown, torch.arange(1, m + 1, device=shown.device), 0).amax(-1)  # no key after it is seen
-    parts = list(zip(rows.split(ROWS), shown.split(ROWS), (int(x.max()) for x in reach.split(ROWS)), strict=True))
-    found = [_variances(call, chosen, seen[:, :stop]) for chosen, seen, stop in parts]
+    found = []
+    for part, seen, last in zip(rows.split(ROWS), shown.split(ROWS), reach.split(ROWS), strict=True):
+        found.append(_variances(*_logits(call, part, seen[:, : int(last.max())])))
     variance, several = (torch.cat(x, -1) for x in zip(*found, strict=True))
     total = (variance * several).sum(-1) / several.sum(-1).clamp(min=1)
     return total.sqrt().tolist()
 
 
-def _variances(call: Call, rows: Int[Tensor, " r"], shown: Bool[Tensor, "r c"]) -> tuple[Tensor, Tensor]:
-    """The variance of the logits of some queries over the first c keys, (heads, r), and which have several to tell."""
+def _logits(
+    call: Call, rows: Int[Tensor, " r"], shown: Bool[Tensor, "r c"]
+) -> tuple[Float[Tensor, "h r c"], Bool[Tensor, "*h r c"]]:
+    """The logits of some queries on the first c keys, and which of them are seen."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     keys = slice(shown.shape[-1])
     z = (call.scale * call.q[0, :, rows].float()) @ call.per_head(call.k)[0, :, keys].float().mT
     if call.softcap is not None:
         z = call.softcap * torch.tanh(z / call.softcap)
-    if call.bias is not None:  # which hides keys by −∞, or by numbers as low
-        z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
-        shown = shown & z.isfinite() & (z > -1e9)
-        z = torch.where(shown, z, 0)
+    if call.bias is None:
+        return z, shown
+    z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
+    shown = shown & z.isfinite() & (z > -1e9)  # a bias hides keys by −∞, or by numbers as low
+    return torch.where(shown, z, 0), shown
+
+
+def _variances(
+    z: Float[Tensor, "h r c"], shown: Bool[Tensor, "*h r c"]
+) -> tuple[Float[Tensor, "h r"], Bool[Tensor, "h r"]]:
+    """The variance of z over what is shown, and which rows have several numbers to tell it from. Overwrites z."""
     weight, count = shown.to(z.dtype), shown.sum(-1).expand(z.shape[:-1])
     mean = z.mul_(weight).sum(-1, keepdim=True) / count.clamp(min=1)[..., None]
     away = z.sub_(mean).mul_(weight)

@@ -234,20 +234,20 @@ def _of_softmax(
 ) -> tuple[RowSums, Tensor]:
     """The sums of a tile, and its weights, which the next tile overwrites."""
     logits = rows.logits(scores, tile, bias, rows.parameters)
-    top, place = _largest(logits, block)
+    top, place = largest(logits) if block.places else (logits.amax(-1, keepdim=True), None)
     dead = top == -inf
     logits = logits.sub_(top.masked_fill(dead, 0))
     weights = torch.softmax(logits, -1, out=work.buffer("weights", *logits.shape))
     if dead.any():
         weights.masked_fill_(dead, 0)
-    largest = weights.amax(-1, keepdim=True) if place is None else weights.gather(-1, place)
-    log_largest = largest.masked_fill(dead, 1).log()
+    most = weights.amax(-1, keepdim=True) if place is None else weights.gather(-1, place)
+    log_largest = most.masked_fill(dead, 1).log()
     hidden = logits[..., tile.clear :] if bias is None and rows.bias_function is None else logits
     hidden.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
     entropy = -log_largest - logits.mul_(weights).sum(-1, keepdim=True)
     lse = top - log_largest
     mass = torch.where(dead, 0, torch.ones_like(top))[..., 0]
-    found = _sums(weights, weights, mass, largest, place, entropy[..., 0], block)
+    found = _sums(weights, weights, mass, most, place, entropy[..., 0], block)
     if rows.sink is not None:
         whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
         share = (lse - whole).masked_fill(dead, -inf).exp()
@@ -262,15 +262,15 @@ def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
     proportions = mass / total.masked_fill(total == 0, 1)
     logs = proportions.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     entropy = -logs.mul_(proportions).sum(-1)
-    largest, place = _largest(mass, block)
-    return _sums(weights, mass, total[..., 0], largest, place, entropy, block)
+    most, place = largest(mass) if block.places else (mass.amax(-1, keepdim=True), None)
+    return _sums(weights, mass, total[..., 0], most, place, entropy, block)
 
 
 def _sums(
     weights: Float[Tensor, "*b r c"],
     absolute: Float[Tensor, "*b r c"],
     mass: Float[Tensor, "*b r"],
-    largest: Float[Tensor, "*b r 1"],
+    most: Float[Tensor, "*b r 1"],
     place: Int[Tensor, "*b r 1"] | None,
     entropy: Float[Tensor, "*b r"],
     block: Block,
@@ -280,14 +280,14 @@ def _sums(
     none = weights.new_zeros(*mass.shape, 0)
     at, seen = (none, none.bool()) if block.targets is None else _gather(weights, block)
     width = 0 if block.columns is None else block.columns.shape[-2]
-    where = torch.full_like(largest, -1, dtype=torch.long) if place is None else block.keys[place]
+    where = torch.full_like(most, -1, dtype=torch.long) if place is None else block.keys[place]
     return RowSums(
         total=mass if absolute is weights else weights.sum(-1),
         mass=mass,
         square=torch.linalg.vector_norm(weights, dim=-1).square(),
         entropy=entropy,
-        largest=largest[..., 0],
-        where=torch.where(largest > 0, where, -1)[..., 0],
+        largest=most[..., 0],
+        where=torch.where(most > 0, where, -1)[..., 0],
         count=block.count().expand(mass.shape),
         at=at,
         seen=seen,
@@ -296,14 +296,12 @@ def _sums(
     )
 
 
-def _largest(x: Float[Tensor, "*b r c"], block: Block) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"] | None]:
-    """The largest number of each row, and the first place where it stands, if that is wanted.
+def largest(x: Float[Tensor, "*b r c"]) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"]]:
+    """The largest number of each row, and the first place where it stands.
 
     On a CPU `max` with its index goes number by number, and takes ten times as long as `amax`; so the largest of each
     chunk first.
     """
-    if not block.places:
-        return x.amax(-1, keepdim=True), None
     chunks = x.shape[-1] // CHUNK
     if x.device.type != "cpu" or chunks < 2:
         return x.max(-1, keepdim=True)
