@@ -292,7 +292,7 @@ def _sums(
         at=at,
         seen=seen,
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
-        band_dot=torch.stack([x[1] for x in bands], -2) if bands else none[..., None, :].expand(*mass.shape, 0, width),
+        band_dot=torch.stack([x[1] for x in bands], -2) if bands else weights.new_zeros(*mass.shape, 0, width),
     )
 
 
