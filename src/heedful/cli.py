@@ -243,7 +243,7 @@ def scan_command(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option("--seed", help="Of random starts and random heads.")] = 0,
-    budget: Annotated[int, typer.Option("--budget", help="Products for each head's spectrum; more is tighter.")] = 512,
+    budget: Annotated[int, typer.Option("--budget", help="Products for each head's spectrum; more is tighter.")] = 208,
     beyond: Annotated[
         bool, typer.Option("--beyond-positions", help="Read more than a rotary model was trained on.")
     ] = False,

@@ -50,7 +50,13 @@ class HeadMeasures(Measurement):
 
 
 def head_measures(
-    op: AttentionOperator, k: int = 32, *, tau: float | Sequence[float] = 0.9, budget: int = BUDGET, seed: int = 0
+    op: AttentionOperator,
+    k: int = 32,
+    *,
+    tau: float | Sequence[float] = 0.9,
+    budget: int = BUDGET,
+    failure: float = 1e-9,
+    seed: int = 0,
 ) -> HeadMeasures:
     """Row statistics, the first k singular values, and effective ranks at tau, for less than one after the other.
 
@@ -67,7 +73,7 @@ def head_measures(
     dense = Room().of(op)
     rows, left = statistics_into(op, dense)
     matrix = matrix_of(op, dense if left else None)
-    found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, seed=seed)
+    found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, failure=failure, seed=seed)
     return HeadMeasures(rows, found)
 
 

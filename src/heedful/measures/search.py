@@ -115,7 +115,7 @@ class TopValues(Goal):
 
     @property
     def first(self) -> int:  # type: ignore[override]
-        return 2 * self.k
+        return 3 * self.k  # real heads are hardly ever settled before
 
     def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         if profile.squares.shape[-1] < self.k:

@@ -35,7 +35,7 @@ from heedful.measures.rows import checked_sums, over_rows
 from heedful.measures.search import FORMED
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
-from heedful.scan.baseline import Baselines, logit_spreads
+from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
 from heedful.segments import Layout
 from heedful.shapes import Tensor
 
@@ -50,12 +50,13 @@ class Measuring:
     """How heads are measured.
 
     values   singular values to record
-    budget   products to spend on one head's spectrum: more narrows the bounds of high ranks (docs/measures.md)
+    budget   products to spend on one head's spectrum: more narrows the bounds of its rank (docs/measures.md); they
+             leave nothing to chance
     """
 
     seed: int = 0
     values: int = 32
-    budget: int = 512
+    budget: int = BUDGET
 
 
 class Kept:
@@ -114,7 +115,7 @@ def _measured(
     k = min(how.values, *op.shape[-2:])
     matrix = matrix_of(op, dense if sums.left else None)
     pattern = pattern_of(asked, sums, down if sums.left else _column_sums(op, matrix))
-    found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, seed=how.seed)
+    found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, failure=0, seed=how.seed)
     columns = {
         **_of_spectrum(found),
         **_of_rows(sums),

@@ -25,6 +25,7 @@ from heedful import engine as engines
 from heedful import hf
 from heedful.hf import Refused
 from heedful.records import Run
+from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import limited
 from heedful.scan.result import Scan
@@ -59,7 +60,7 @@ def scan(
     device: str | None = None,
     seed: int = 0,
     values: int = 32,
-    budget: int = 512,
+    budget: int = BUDGET,
     beyond: bool = False,
     name: str | None = None,
     against_name: str | None = None,

@@ -174,7 +174,7 @@ def apart(one: Call, two: Call, how: Measuring) -> list[Row]:
     rows: list[Row] = []
     for at, end in together(one):
         op = difference(one.part(at, end).operator().float(), two.part(at, end).operator().float())
-        found = spectrum(op, 1, tau=(0.9, 0.95), budget=how.budget, seed=how.seed)
+        found = spectrum(op, 1, tau=(0.9, 0.95), budget=how.budget, failure=0, seed=how.seed)
         r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
         columns = {
             **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
