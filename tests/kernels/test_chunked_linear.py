@@ -24,9 +24,15 @@ def _triton_form():
     return form
 
 
-@pytest.fixture(params=["reference", "triton"])
-def form(request):
-    return reference if request.param == "reference" else _triton_form()
+@pytest.fixture(params=["reference", "triton, 1 launch", "triton, 2 launches", "triton, 3 launches"])
+def form(request, monkeypatch):
+    """One of the forms; of the Triton one, every way to join the chunks, which sizes choose otherwise."""
+    if request.param == "reference":
+        return reference
+    form, count = _triton_form(), int(request.param.split()[1])
+    monkeypatch.setattr(form.launches, "PLANS", {})
+    monkeypatch.setattr(form.launches, "joined", lambda n, rows, chunks: count)
+    return form
 
 
 def phi(x, feature):
@@ -210,7 +216,6 @@ def small(form, monkeypatch):
         for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
             monkeypatch.setattr(form, name, size)
     else:
-        monkeypatch.setattr(form.launches, "PLANS", {})
         monkeypatch.setattr(form.launches, "empty", poisoned)
         monkeypatch.setattr(form.launches, "span", lambda n, rows: 64)
 

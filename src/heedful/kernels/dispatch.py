@@ -6,6 +6,7 @@ first backend without objections runs. Nothing else decides, so `explain` can al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Backend:
     name: str
     run: Callable[..., Any]
     objections: Callable[..., list[str]]
+    again: Callable[..., Any] | None = None
+    """What it gives for inputs of a kind that it has taken before, None for any other; not all backends remember."""
 
 
 def out_of_reach(q: Tensor) -> list[str]:
@@ -48,7 +51,11 @@ def triton_backend(module: str, name: str) -> Backend:
     def objections(q: Tensor, *args, **kwargs) -> list[str]:
         return out_of_reach(q) or import_module(module).objections(q, *args, **kwargs)
 
-    return Backend("triton", run, objections)
+    def again(*args):
+        programs = sys.modules.get(module)
+        return None if programs is None else programs.again(*args)
+
+    return Backend("triton", run, objections, again)
 
 
 class Kernel:
@@ -62,6 +69,14 @@ class Kernel:
         """Run on the first backend without objections, in the precision of the inputs: autocast stays outside."""
         with as_given(q):
             return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
+
+    def again(self, *args):
+        """What the Triton backend gives for inputs of a kind that it has taken before, which nobody asks about again.
+
+        None for any other, and where another backend was asked for: the full call is for them.
+        """
+        backend = self.backends.get(_forced or "triton") or self.backends["triton"]
+        return None if backend.again is None else backend.again(*args)
 
     def choose(self, *args, **kwargs) -> Backend:
         """The backend that would run; an error with every objection where none can."""

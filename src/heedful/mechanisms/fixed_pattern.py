@@ -18,7 +18,6 @@ current, previous and next are uniform over a word's tokens, left and right keep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -233,13 +232,15 @@ class FixedPattern(Mechanism):
         return ", ".join(parts)
 
 
-def heads_together(patterns: Sequence[FixedPattern], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One pattern for each head, none with words, no segments: what the mechanisms give one by one, in one call."""
+def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One `kernel_kind` for each head, no segments: what the mechanisms give one by one, in one call."""
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    n, v = q.shape[-2], v.expand(*batch, *v.shape[-2:])
+    n = q.shape[-2]
+    if v.shape[:-2] != batch:
+        v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return v.new_zeros(*batch, n, v.shape[-1])
-    return _unread(fixed_heads(v, tuple(str(pattern.kernel_kind) for pattern in patterns), n), q, k)
+    return _unread(fixed_heads(v, kinds, n), q, k)
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:

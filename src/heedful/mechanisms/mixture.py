@@ -79,6 +79,7 @@ class Mixture(Mechanism):
                 runs.append(size)
         super().__init__(union(parts))
         self.parts = nn.ModuleList(parts)
+        self.fixed = _kinds(parts, runs)
         self.groups = tuple(runs)
         self.kv_heads = kv_heads
 
@@ -90,14 +91,16 @@ class Mixture(Mechanism):
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
         alone = segments is not None or self.kv_heads is not None
+        if self.fixed is not None and not alone and all(part.words is None for part in self.parts):
+            return heads_together(self.fixed, q, k, v)
         outs: list[Tensor] = []
         for fixed, run in groupby(self._pieces(), lambda piece: not alone and _is_fixed(piece[0])):
             pieces = list(run)
             if fixed and len(pieces) > 1:  # fixed heads side by side, whatever their kinds
                 heads = slice(pieces[0][2].start, pieces[-1][2].stop)
                 each = ((part, own.stop - own.start) for part, _, own in pieces if isinstance(part, FixedPattern))
-                patterns = [part for part, size in each for _ in range(size)]
-                outs.append(heads_together(patterns, *(_take(x, -3, heads) for x in (q, k, v))))
+                kinds = tuple(str(part.kernel_kind) for part, size in each for _ in range(size))
+                outs.append(heads_together(kinds, *(_take(x, -3, heads) for x in (q, k, v))))
             else:
                 outs += [part(*qkv, segments=ids) for part, qkv, ids in self._split(segments, q, k, v, pieces=pieces)]
         return self._join(outs)
@@ -162,6 +165,8 @@ class Mixture(Mechanism):
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        if self.kv_heads is None and batch[-1:] == (self.heads,):
+            return
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", qkv, strict=False))
         if self.kv_heads is not None:
             wanted = self.kv_heads, self.heads // self.kv_heads
@@ -286,6 +291,14 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
     if len(patterns) > 1 and all(pattern.is_causal for pattern in patterns):
         return Causal()
     return reduce(or_, patterns)
+
+
+def _kinds(parts: Sequence[Mechanism], sizes: Sequence[int]) -> tuple[str, ...] | None:
+    """What `kernels/fixed_heads` calls each head, where all of them are fixed and none has words."""
+    if not all(isinstance(part, FixedPattern) and part.words is None for part in parts):
+        return None
+    fixed = [(part, size) for part, size in zip(parts, sizes, strict=True) if isinstance(part, FixedPattern)]
+    return tuple(str(part.kernel_kind) for part, size in fixed for _ in range(size))
 
 
 def _is_fixed(part: nn.Module) -> bool:

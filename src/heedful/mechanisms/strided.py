@@ -55,14 +55,14 @@ class StridedSoftmax(Scored):
 
     @property
     def definition(self) -> Softmax:
-        """The same by its pattern: the matrix, and the arithmetic of a step."""
+        """The same by its pattern: the matrix."""
         return Softmax(self.pattern, self.scale, self.temperature)
 
     def score_scale(self, d: int) -> float:
-        return self.definition.score_scale(d)
+        return super().score_scale(d) / self.temperature
 
     def rows(self) -> SoftmaxRows:
-        return self.definition.rows()
+        return SoftmaxRows(temperature=self.temperature)
 
     def matrix(self, q, k, *, segments=None):
         return self.definition.matrix(q, k, segments=segments)

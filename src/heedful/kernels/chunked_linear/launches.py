@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ BLOCKS = {
     (128, "fp32"): 32,
     (256, "fp32"): 16,
 }
+LAUNCHES = ("states", "outputs", "adjoints", "queries", "keys", "both", "walk", "walk_back")
 CONFIGS = {
     (64, "bf16"): dict(
         states=Config(64, 4, 3),
@@ -38,6 +41,9 @@ CONFIGS = {
         adjoints=Config(64, 4, 3, 128),
         queries=Config(64, 4, 4),
         keys=Config(64, 4, 3),
+        both=Config(64, 4, 3),
+        walk=Config(64, 4, 3),
+        walk_back=Config(64, 4, 2),
     ),
     (128, "bf16"): dict(
         states=Config(64, 4, 3),
@@ -45,6 +51,9 @@ CONFIGS = {
         adjoints=Config(128, 8, 3),
         queries=Config(64, 4, 2),
         keys=Config(64, 4, 2),
+        both=Config(64, 4, 2),
+        walk=Config(64, 4, 2),
+        walk_back=Config(64, 4, 2),
     ),
     (256, "bf16"): dict(
         states=Config(64, 4, 2),
@@ -52,14 +61,20 @@ CONFIGS = {
         adjoints=Config(64, 8, 2),
         queries=Config(64, 8, 2),
         keys=Config(64, 8, 2),
+        both=Config(64, 8, 2),
+        walk=Config(64, 8, 1),
+        walk_back=Config(64, 8, 2),
     ),
-    (64, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 4, 1)),
-    (128, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(64, 8, 1)),
-    (256, "fp32"): dict.fromkeys(("states", "outputs", "adjoints", "queries", "keys"), Config(32, 8, 1)),
+    (64, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 4, 1)),
+    (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
+    (256, "fp32"): dict.fromkeys(LAUNCHES, Config(32, 8, 1)),
 }
 PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
 SHORTEST = 128
+WALKED = 2048  # tokens that one program walks in less time than the host takes for two more launches
+MANY = 256  # rows that fill the card without chunks
+FEW = 16  # chunks whose states a program adds up by itself
 
 
 def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
@@ -67,24 +82,63 @@ def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def tokens_like(shape, like):
-    """(B, heads, n, width) in the memory order of `like`: heads before tokens, or tokens before heads."""
-    B, h, n, w = shape
-    if like.stride(1) < like.stride(2):
-        return empty((B, n, h, w), like, like.dtype).transpose(1, 2)
-    return empty(shape, like, like.dtype)
+def tokens(layout: tuple[tuple[int, ...], bool], like: Tensor, width: int) -> Tensor:
+    """(B, heads, n, width): heads before tokens, or in memory tokens before heads."""
+    shape, swapped = layout
+    x = empty((*shape, width), like, like.dtype)
+    return x.transpose(1, 2) if swapped else x
 
 
-def workspace(sizes, like):
-    """Float32 buffers of these sizes, each aligned, out of one allocation."""
-    padded = [max(64, up(x, 64)) for x in sizes]
-    return empty((sum(padded),), like).split(padded)
+def _layout(like: Tensor, heads: int) -> tuple[tuple[int, ...], bool]:
+    """Sizes in the memory order of `like`, and whether that is tokens before heads."""
+    B, _, n, _ = like.shape
+    swapped = like.stride(1) < like.stride(2)
+    return ((B, n, heads) if swapped else (B, heads, n)), swapped
+
+
+class Room:
+    """Float32 buffers, each aligned, out of one allocation; the second holds slots, the last one state a head."""
+
+    def __init__(self, slots: tuple[int, int, int, int], *sizes: int):
+        first, *others = sizes
+        sizes = (first, prod(slots), *others, slots[0] * slots[1] * slots[3])
+        padded = [max(64, up(x, 64)) for x in sizes]
+        self.shape, self.size, self.sizes = slots, sum(padded), padded
+        self.offsets = [sum(padded[:i]) for i in range(len(padded))]
+        self.bytes = [4 * x for x in self.offsets]
+
+    def parts(self, x: Tensor, compiled: bool) -> Sequence:
+        """The buffers; as addresses, which are quicker to make, once the kernels are compiled."""
+        if compiled:
+            start = x.data_ptr()
+            return [start + offset for offset in self.bytes]
+        return x.split(self.sizes)
+
+    def slots(self, x: Tensor) -> Tensor:
+        """The slots of all heads, (B, heads, chunks + 1, numbers)."""
+        return x[self.offsets[1] :][: prod(self.shape)].view(self.shape)
+
+    def end(self, x: Tensor) -> Tensor:
+        """The last buffer, (B, heads, numbers)."""
+        B, heads, _, width = self.shape
+        return x[self.offsets[-1] :][: B * heads * width].view(B, heads, width)
 
 
 def span(n, rows) -> int:
     """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
     chunks = max(1, over(PROGRAMS, rows))
     return min(LONGEST, max(SHORTEST, power(over(n, chunks))))
+
+
+def joined(n, rows, chunks) -> int:
+    """Launches of a forward pass. One walks the whole sequence; in two each chunk adds up the states before it.
+
+    A walk takes its time a block whatever the card could do beside it, so the sequence has to be short, or the
+    heads many. It reads keys and values once, not twice, and has no workspace for states.
+    """
+    if n <= WALKED or rows >= MANY:
+        return 1
+    return 2 if chunks <= FEW else 3
 
 
 def _precision(dtype, width) -> str:
@@ -97,7 +151,7 @@ def _precision(dtype, width) -> str:
 class Plan:
     """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
 
-    def __init__(self, q, k, v, decay, code, feature, normalise, causal, heads):
+    def __init__(self, q, k, v, decay, code, feature, normalise, causal, heads, given):
         self.B, self.H, self.n, self.r = q.shape
         self.Hkv, self.m, self.e = v.shape[1:]
         self.heads, self.normalise, self.causal = heads, normalise, causal
@@ -105,9 +159,16 @@ class Plan:
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
         self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
-        self.span = span(max(self.n, self.m), self.B * heads)
+        self.narrow = max(self.R, self.E) <= self.configs["both"].split
+        longest, rows = max(self.n, self.m), self.B * heads
+        self.span = span(longest, rows)
+        self.launches = joined(longest, rows, over(self.m, self.span)) if causal else 3
+        if self.launches == 1:
+            self.span = up(longest, self.block)
         self.chunks_q, self.chunks_k = over(self.n, self.span), over(self.m, self.span)
         self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
+        self.like_q, self.like_k, self.like_v = _layout(q, self.H), _layout(k, heads), _layout(v, heads)
+        self.forward, self.backward = self._room(self.m, given), self._room(self.n, True)
         self.constants = dict(
             FEATURE=feature,
             NORMALISE=normalise,
@@ -121,35 +182,40 @@ class Plan:
             EVEN_C=(self.r, self.e) == (self.R, self.E),
             BLOCK=self.block,
         )
-        self.ready = {}
+        self.ready: dict = {}
+
+    def _room(self, tokens, given) -> Room:
+        """A number a query (den, δ), slots, what chunks keep, z before (y after) each block, the state at the end."""
+        walk, rows, chunks = self.launches == 1, self.B * self.heads, over(tokens, self.span)
+        slots = 0 if walk and not given else chunks + 1
+        sums = rows * over(tokens, self.block) * self.r * self.normalise * self.causal
+        each = self.B * self.H * self.n * self.normalise
+        return Room((self.B, self.heads, slots, self.slot), each, rows * chunks, sums)
 
 
 PLANS: dict = {}
 
 
-def plan(q, k, v, decay, code, shift_q, shift_k, given, *options) -> Plan:
-    """One plan for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
-    tensors = [x for x in (q, k, v, decay, code, shift_q, shift_k) if x is not None]
-    key = (
-        q.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.device,
-        given,
-        *options,
-        None if decay is None else decay.ndim,
-        code is None,
-        *(x.data_ptr() % 16 == 0 for x in tensors),
-    )
+def key(q, k, v, feature, normalise, causal, rest) -> tuple:
+    """What Triton would look at: sizes, strides, dtype, alignment, device; `rest` stands for other tensors."""
+    at = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    return *sizes, at, q.dtype, q.device, feature, normalise, causal, rest
+
+
+def plan(key, *inputs) -> Plan:
+    """One plan for inputs that Triton would treat alike."""
     plan = PLANS.get(key)
     if plan is None:
         if len(PLANS) >= 1024:
             PLANS.clear()
-        plan = PLANS[key] = Plan(q, k, v, decay, code, *options)
+        plan = PLANS[key] = Plan(*inputs)
     return plan
+
+
+def current_device() -> int:
+    """The device that launches go to; -1, like the device of a tensor that is on none, where there are none."""
+    return -1 if INTERPRETED else torch._C._cuda_getDevice()
 
 
 def launch(plan, key, pointers, describe):

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from heedful.kernels.arithmetic import exp2
 from heedful.kernels.chunked_linear import launches, reference
@@ -93,10 +94,35 @@ def chunked_linear(
         shifted = reference.exp_shifts(q, k, causal, decay, code, state, heads)
         shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
+    q, k, v = _packed(q), _packed(k), _packed(v)
+    decay = None if decay is None else decay.float().contiguous()
+    rest = None
+    if log_decay is not None or code is not None or shift_q is not None or S is not None:
+        rest = (S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in (decay, code, shift_q)))
+    key = launches.key(q, k, v, feature, normalise, causal, rest)
+    plan = launches.plan(key, q, k, v, decay, code, feature, normalise, causal, heads, S is not None)
+    inputs = q, k, v, S, z, decay, code, shift_q, shift_k
     with on_device(q):
-        inputs = q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads
-        o, S, z = _Linear.apply(*inputs) if _learns(q, k, v, S, z) else _attend(*inputs)[0]
+        if _learns(q, k, v, S, z):
+            o, S, z = _Outputs.apply(*inputs, plan, True)
+        else:
+            o, final, _ = _attend(plan, *inputs, True)
+            S, z = _state(plan, final)
     return o, LinearState(S, z, log_scale)
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, feature: str, normalise: bool, causal: bool) -> Tensor | None:
+    """The output for inputs of a kind that was taken before, which nobody asks about again; None for any other.
+
+    Inputs are such that they have a meaning: tokens of one type on one device. There is no decay, no segments, no
+    state, neither before nor after: this is the way of short sequences, where the host takes longer than the card.
+    """
+    plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, None))
+    if plan is None or q.get_device() != launches.current_device():
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Outputs.apply(q, k, v, None, None, None, None, None, None, plan, False)
+    return _attend(plan, q, k, v, None, None, None, None, None, None, False)[0]
 
 
 @triton.jit
@@ -377,6 +403,98 @@ def _scan(
 
 
 @triton.jit
+def _held(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
+    """Sᵀ and z of a slot, of its first `rows` features."""
+    S = tl.load(slot + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+    z = tl.zeros([cr.shape[0]], tl.float32)
+    if NORMALISE:
+        z = tl.load(slot + r * e + cr, mask=cr < rows, other=0.0)
+    return S, z
+
+
+@triton.jit
+def _hold(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
+    """Stores them; of z the first `rows` features."""
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
+    if NORMALISE:
+        tl.store(slot + r * e + cr, z, mask=cr < rows)
+
+
+@triton.jit
+def _before(
+    slots,
+    keeps,
+    chunk,
+    cr,
+    ce,
+    r,
+    e,
+    GIVEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LAUNCHES: tl.constexpr,
+):
+    """The state before a chunk: scanned already (3 launches), the sum of all chunks before it (2), or given (1)."""
+    width = r * e + r if NORMALISE else r * e
+    if LAUNCHES == 3:
+        if CAUSAL:
+            slots += chunk * width
+        S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
+    else:
+        S, z = _held(slots, cr, ce, r, e, r * GIVEN, NORMALISE)
+    if LAUNCHES == 2:
+        for c in range(0, chunk):
+            own, own_z = _held(slots + (c + 1) * width, cr, ce, r, e, r, NORMALISE)
+            if WEIGHTED:
+                keep = tl.load(keeps + c)
+                S = S * keep
+                z = z * keep
+            S += own
+            z += own_z
+    return S, z
+
+
+@triton.jit
+def _after(
+    slots,
+    keeps,
+    chunk,
+    chunks,
+    cr,
+    ce,
+    r,
+    e,
+    GIVEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LAUNCHES: tl.constexpr,
+):
+    """The adjoint after a chunk, in the same three ways."""
+    width = r * e + r if NORMALISE else r * e
+    if LAUNCHES == 3:
+        if CAUSAL:
+            slots += (chunk + 1) * width
+            S, y = _held(slots, cr, ce, r, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
+        else:
+            S, y = _held(slots, cr, ce, r, e, r, NORMALISE)
+    else:
+        S, y = _held(slots + chunks * width, cr, ce, r, e, r * GIVEN, NORMALISE)
+    if LAUNCHES == 2:
+        for step in range(1, chunks - chunk):
+            c = chunks - step
+            own, own_y = _held(slots + c * width, cr, ce, r, e, r, NORMALISE)
+            if WEIGHTED:
+                keep = tl.load(keeps + c)
+                S = S * keep
+                y = y * keep
+            S += own
+            y += own_y
+    return S, y
+
+
+@triton.jit
 def _outputs(
     q,
     k,
@@ -388,7 +506,9 @@ def _outputs(
     decay,
     code,
     slots,
+    keeps,
     sums,
+    final,
     q_b,
     q_h,
     q_t,
@@ -410,6 +530,7 @@ def _outputs(
     KV: tl.constexpr,
     HEADS: tl.constexpr,
     GIVEN: tl.constexpr,
+    LAUNCHES: tl.constexpr,
     FEATURE: tl.constexpr,
     NORMALISE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -424,7 +545,7 @@ def _outputs(
     E: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One chunk's outputs from the state before it; splits e."""
+    """One chunk's outputs from the state before it; splits e. In one launch the chunk is the whole sequence."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -445,14 +566,14 @@ def _outputs(
     code += batch * n
     cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
     width = r * e + r if NORMALISE else r * e
-    slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
-    rows = tl.where(chunk + GIVEN > 0, r, 0)  # features of the state to read: none where there is none
-    inside = (ce < e)[:, None] & (cr < rows)[None, :]
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
-    z = tl.zeros([R], tl.float32)
+    slots += owner * (chunks + 1 if CAUSAL else 1) * width
+    keeps += owner * chunks
+    WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
+    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    writes = (part == 0) & (head % (H // HEADS) == 0)  # one program a state
     if NORMALISE:
-        z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
         sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    CLEAR: tl.constexpr = 2 if SEGMENTS or LAUNCHES == 1 else 1
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
@@ -461,11 +582,11 @@ def _outputs(
         acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
         if NORMALISE:
             zs = z
-            if CAUSAL:
+            if CAUSAL and LAUNCHES > 1:
                 zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
-            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, CLEAR)
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             a = tl.dot(fq, tl.trans(fk.to(OPERAND)), input_precision=PRECISION)
             a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
@@ -474,10 +595,15 @@ def _outputs(
                 fk = fk * leave[:, None]
                 S = S * keep
             if NORMALISE:
+                if LAUNCHES == 1:
+                    if writes:
+                        tl.store(sums + at // BLOCK * r, z, mask=cr < r)
                 if DECAY > 0 or SEGMENTS:
                     below = below * into
                     z = z * keep
                 below += tl.sum(a, 1)
+                if LAUNCHES == 1:
+                    z += tl.sum(fk, 0)
             acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if SEGMENTS:
@@ -489,6 +615,11 @@ def _outputs(
             if part == 0:
                 tl.store(den + t, below, mask=base + t < n)
         _put(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
+    if LAUNCHES < 3:
+        if (chunk == chunks - 1) & (head % (H // HEADS) == 0):
+            if NORMALISE and LAUNCHES == 2:
+                z += tl.load(slots + chunks * width + r * e + cr, mask=cr < r, other=0.0)
+            _hold(final + owner * width, cr, ce, r, e, S, z, tl.where(part == 0, r, 0), NORMALISE)
 
 
 @triton.jit
@@ -593,10 +724,19 @@ def _adjoints(
 
 
 @triton.jit
+def _dots(o, do, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
+    """δ_i = do_i·o_i."""
+    ob = _rows(o, t, stride, column, width, real, EVEN_N, EVEN_C)
+    return tl.sum(do.to(tl.float32) * ob.to(tl.float32), 1)
+
+
+@triton.jit
 def _queries(
+    pid,
     q,
     k,
     v,
+    o,
     do,
     den,
     delta,
@@ -606,6 +746,7 @@ def _queries(
     decay,
     code,
     slots,
+    keeps,
     sums,
     q_b,
     q_h,
@@ -616,6 +757,9 @@ def _queries(
     v_b,
     v_h,
     v_t,
+    o_b,
+    o_h,
+    o_t,
     do_b,
     do_h,
     do_t,
@@ -631,6 +775,7 @@ def _queries(
     KV: tl.constexpr,
     HEADS: tl.constexpr,
     GIVEN: tl.constexpr,
+    LAUNCHES: tl.constexpr,
     FEATURE: tl.constexpr,
     NORMALISE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -646,7 +791,6 @@ def _queries(
     PARTS: tl.constexpr,
 ):
     """One chunk's dq from the state before it; splits r."""
-    pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
     row = (pid // PARTS // chunks).to(tl.int64)
@@ -656,6 +800,7 @@ def _queries(
     base = chunk * span
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
+    o += batch * o_b + head * o_h + skip * o_t
     do += batch * do_b + head * do_h + skip * do_t
     dq += batch * dq_b + head * dq_h + skip * dq_t
     k += batch * k_b + kv * k_h + skip * k_t
@@ -668,25 +813,28 @@ def _queries(
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
     width = r * e + r if NORMALISE else r * e
-    slots += (owner * (chunks + 1) + chunk if CAUSAL else owner) * width
-    rows = tl.where(chunk + GIVEN > 0, r, 0)
-    inside = (ce < e)[:, None] & (cr < rows)[None, :]
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
-    z = tl.zeros([R], tl.float32)
+    slots += owner * (chunks + 1 if CAUSAL else 1) * width
+    keeps += owner * chunks
+    WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
+    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        z = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
         sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        raw = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+        dob = raw.to(OPERAND)
         grad = tl.zeros([BLOCK, R], tl.float32)
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
-            minus = -tl.load(delta + t, mask=real, other=0.0)
             zs = z
-            if CAUSAL:
-                zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            if LAUNCHES == 1:
+                minus = -_dots(o, raw, t, o_t, ce, e, real, EVEN_N, EVEN_C)
+                zs = tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            else:
+                minus = -tl.load(delta + t, mask=real, other=0.0)
+                if CAUSAL:
+                    zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             grad += minus[:, None] * zs[None, :]
             d += minus[:, None]
         grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
@@ -714,9 +862,11 @@ def _queries(
 
 @triton.jit
 def _keys(
+    pid,
     q,
     k,
     v,
+    o,
     do,
     den,
     delta,
@@ -727,7 +877,9 @@ def _keys(
     decay,
     code,
     slots,
+    keeps,
     sums,
+    first,
     q_b,
     q_h,
     q_t,
@@ -737,6 +889,9 @@ def _keys(
     v_b,
     v_h,
     v_t,
+    o_b,
+    o_h,
+    o_t,
     do_b,
     do_h,
     do_t,
@@ -755,6 +910,8 @@ def _keys(
     KV: tl.constexpr,
     HEADS: tl.constexpr,
     GIVEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAUNCHES: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     FEATURE: tl.constexpr,
@@ -775,7 +932,6 @@ def _keys(
 
     Sums over the query heads that share the state; n counts keys. Without CAUSAL all queries are in it.
     """
-    pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
     row = (pid // PARTS // chunks).to(tl.int64)
@@ -784,29 +940,28 @@ def _keys(
     kv = owner // (HEADS // KV)
     base = chunk * span
     skip = base.to(tl.int64)
-    first = (batch * H + owner * GROUP) * n + base
+    token = (batch * H + owner * GROUP) * n + base
     q += batch * q_b + owner * GROUP * q_h + skip * q_t
+    o += batch * o_b + owner * GROUP * o_h + skip * o_t
     do += batch * do_b + owner * GROUP * do_h + skip * do_t
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
     dk += batch * dk_b + owner * dk_h + skip * dk_t
     dv += batch * dv_b + owner * dv_h + skip * dv_t
-    den += first
-    delta += first
-    shift_q += first
+    den += token
+    delta += token
+    shift_q += token
     shift_k += (batch * KV + kv) * n + base
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr = (0 if DV else part * R) + tl.arange(0, R)
     ce = (0 if DK else part * E) + tl.arange(0, E)
     width = r * e + r if NORMALISE else r * e
-    slots += (row * (chunks + 1) + chunk + 1 if CAUSAL else row) * width
-    rows = tl.where(chunk + 1 - GIVEN < chunks, r, 0) if CAUSAL else r
-    inside = (ce < e)[:, None] & (cr < rows)[None, :]
-    S = tl.load(slots + ce[:, None] * r + cr[None, :], mask=inside, other=0.0)
-    y = tl.zeros([R], tl.float32)
+    slots += row * (chunks + 1 if CAUSAL else 1) * width
+    keeps += row * chunks
+    WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
+    S, y = _after(slots, keeps, chunk, chunks, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        y = tl.load(slots + r * e + cr, mask=cr < rows, other=0.0)
         sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
@@ -825,7 +980,7 @@ def _keys(
             gk = tl.zeros([BLOCK, R], tl.float32)
             if NORMALISE:
                 ys = y
-                if CAUSAL:
+                if CAUSAL and LAUNCHES > 1:
                     ys += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
                 gk += ys[None, :]
             gk = tl.dot(vb, held, gk, input_precision=PRECISION)
@@ -837,9 +992,17 @@ def _keys(
                 y = y * keep
             for h in tl.static_range(GROUP):
                 psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
-                dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+                raw = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+                dob = raw.to(OPERAND)
+                if NORMALISE and DK:
+                    if LAUNCHES == 1:
+                        delta_h = _dots(o + h * o_h, raw, t, o_t, ce, e, real, EVEN_N, EVEN_C)
+                    else:
+                        delta_h = tl.load(delta + h * n + t, mask=real, other=0.0)
                 if NORMALISE:
                     psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
+                if NORMALISE and DK and LAUNCHES == 1:
+                    y -= tl.sum(psi * (delta_h * into)[:, None], 0)
                 fq = psi.to(OPERAND)
                 if DV:
                     a = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
@@ -848,7 +1011,7 @@ def _keys(
                 if DK:
                     d = tl.zeros([BLOCK, BLOCK], tl.float32)
                     if NORMALISE:
-                        d -= tl.load(delta + h * n + t, mask=real, other=0.0)[None, :]
+                        d -= delta_h[None, :]
                     d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
                     d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
                     gk = tl.dot(d, fq, gk, input_precision=PRECISION)
@@ -865,6 +1028,111 @@ def _keys(
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
             _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
+    if FIRST and DK and LAUNCHES < 3:
+        if chunk == 0:
+            if NORMALISE and LAUNCHES == 2:
+                y += tl.load(slots + r * e + cr, mask=cr < r, other=0.0)
+            _hold(first + row * width, cr, ce, r, e, S, y, r, NORMALISE)
+
+
+@triton.jit
+def _gradients(
+    q,
+    k,
+    v,
+    o,
+    do,
+    den,
+    delta,
+    dq,
+    dk,
+    dv,
+    shift_q,
+    shift_k,
+    decay,
+    code,
+    slots,
+    keeps,
+    sums,
+    back,
+    keeps_back,
+    after,
+    first,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    o_b,
+    o_h,
+    o_t,
+    do_b,
+    do_h,
+    do_t,
+    dq_b,
+    dq_h,
+    dq_t,
+    dk_b,
+    dk_h,
+    dk_t,
+    dv_b,
+    dv_h,
+    dv_t,
+    n,
+    m,
+    span,
+    chunks_q,
+    chunks_k,
+    split,
+    r,
+    e,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GIVEN_BACK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAUNCHES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """dq of some programs, dk and dv of the others: each leaves multiprocessors idle that the other can use."""
+    pid = tl.program_id(0)
+    if QUERIES:
+        if pid < split:
+            _queries(
+                pid, q, k, v, o, do, den, delta, dq, shift_q, shift_k, decay, code, slots, keeps, sums, q_b, q_h,
+                q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, n, span,
+                chunks_q, r, e, H, KV, HEADS, GIVEN, LAUNCHES, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND,
+                PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
+            )  # fmt: skip
+    if DK or DV:
+        if pid >= split:
+            _keys(
+                pid - split, q, k, v, o, do, den, delta, dk, dv, shift_q, shift_k, decay, code, back, keeps_back,
+                after, first, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dk_b,
+                dk_h, dk_t, dv_b, dv_h, dv_t, m, span, chunks_k, r, e, H, KV, HEADS, GIVEN_BACK, FIRST, LAUNCHES,
+                DK, DV, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R,
+                E, PARTS,
+            )  # fmt: skip
 
 
 def _steps(*tensors):
@@ -897,15 +1165,16 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
     launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
 
 
-def _fill(plan, slots, at, chunks, S, z):
+def _fill(slots, at, S, z):
     """Puts a state (zero where there is none) into slot `at` of every head: Sᵀ, then z."""
-    B, heads, r, e = plan.B, plan.heads, plan.r, plan.e
-    slot = slots[: B * heads * (chunks + 1) * plan.slot].view(B, heads, chunks + 1, plan.slot)[:, :, at]
+    B, heads, _, width = slots.shape
+    slot = slots[:, :, at]
     slot.zero_()
     if S is not None:
+        *_, r, e = S.shape
         slot[..., : r * e].view(B, heads, e, r).copy_(S.mT)
     if z is not None:
-        slot[..., r * e :] = z
+        slot[..., width - z.shape[-1] :] = z
 
 
 def _learns(*tensors: Tensor | None) -> bool:
@@ -913,126 +1182,132 @@ def _learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _attend(q, k, v, S, z, decay, code, shift_q, shift_k, feature, normalise, causal, heads):
-    """The three launches: o and the last state; what a backward pass needs; the plan, and whether a state came in."""
-    q, k, v = _packed(q), _packed(k), _packed(v)
-    decay = None if decay is None else decay.float().contiguous()
-    given = S is not None
-    plan = launches.plan(q, k, v, decay, code, shift_q, shift_k, given, feature, normalise, causal, heads)
-    B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
-    chunks = plan.chunks_k
-    o = launches.tokens_like((B, H, n, e), q)
-    final = launches.empty((B, heads, plan.slot), q)
-    den, slots, keeps, sums = launches.workspace(
-        (
-            B * H * n * normalise,
-            B * heads * (chunks + 1) * plan.slot,
-            B * heads * chunks,
-            B * heads * launches.over(m, plan.block) * r * normalise * causal,
-        ),
-        q,
-    )
-    if given:
-        _fill(plan, slots, 0, chunks, S, z if normalise else None)
+def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful):
+    """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspace."""
+    o = launches.tokens(plan.like_q, q, plan.e)
+    work = launches.empty((plan.forward.size,), q)
+    final = launches.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
+    if S is not None:
+        _fill(plan.forward.slots(work), 0, S, z if plan.normalise else None)
+    den, slots, keeps, sums, spare = plan.forward.parts(work, "outputs" in plan.ready)
+    end = spare if final is None else final
     sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+    held = slots if plan.causal else end
 
     def states():
-        grid, tile = launches.parted(plan, "states", "r", heads, chunks)
-        numbers = *_steps(k, v), m, plan.span, chunks, r, e
-        return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=heads, **tile)
+        grid, tile = launches.parted(plan, "states", "r", plan.heads, plan.chunks_k)
+        numbers = *_steps(k, v), plan.m, plan.span, plan.chunks_k, plan.r, plan.e
+        return "states", _states, grid, numbers, dict(KV=plan.Hkv, HEADS=plan.heads, **tile)
 
     def outputs():
-        grid, tile = launches.parted(plan, "outputs", "e", H, plan.chunks_q)
-        numbers = *_steps(q, k, v, o), n, plan.span, plan.chunks_q, r, e
-        constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given or not causal)
-        return "outputs", _outputs, grid, numbers, {**constants, **tile}
+        name = "walk" if plan.launches == 1 else "outputs"
+        grid, tile = launches.parted(plan, name, "e", plan.H, plan.chunks_q)
+        numbers = *_steps(q, k, v, o), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
+        given = S is not None or not plan.causal
+        constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, GIVEN=given, LAUNCHES=plan.launches)
+        return name, _outputs, grid, numbers, {**constants, **tile}
 
-    held = slots if causal else final
-    launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
-    _scan_slots(plan, slots, keeps, final, chunks, given, False)
-    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, sums), outputs)
-    S = final[..., : r * e].view(B, heads, e, r).mT
-    out = o, S, final[..., r * e :] if normalise else None
-    return out, (q, k, v, o, den, held, sums, decay, code, shift_q, shift_k), plan, given
+    if plan.launches > 1:
+        launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
+    if plan.launches > 2:
+        _scan_slots(plan, slots, keeps, end, plan.chunks_k, S is not None, False)
+    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, keeps, sums, end), outputs)
+    return o, final, work
 
 
-class _Linear(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, den, the state before each chunk and z before each block."""
+def _state(plan, final):
+    """S and z out of slots; z is None where nothing is normalised."""
+    area = plan.r * plan.e
+    S = final[..., :area].view(plan.B, plan.heads, plan.e, plan.r).mT
+    return S, final[..., area:] if plan.normalise else None
+
+
+class _Outputs(torch.autograd.Function):
+    """The launches joined: keeps q, k, v, o, and of the workspace den, the states of chunks and z before each block."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        out, kept, ctx.plan, ctx.given = _attend(*inputs)
-        ctx.save_for_backward(*kept)
+    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, plan, stateful):
+        o, final, work = _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful)
+        held = work if plan.causal or final is None else final
+        ctx.save_for_backward(q, k, v, o, work, held, decay, code, shift_q, shift_k)
         ctx.set_materialize_grads(False)
-        return out
+        ctx.plan, ctx.given = plan, S is not None
+        return (o, *_state(plan, final)) if stateful else o
 
     @staticmethod
-    def backward(ctx, do, dS, dz):
-        q, k, v, o, den, slots, sums, decay, code, shift_q, shift_k = ctx.saved_tensors
-        plan = ctx.plan
-        normalise, causal, heads = plan.normalise, plan.causal, plan.heads
-        B, H, n, r, e, m = plan.B, plan.H, plan.n, plan.r, plan.e, plan.m
-        do = torch.zeros_like(o) if do is None else _packed(do)
-        chunks, given = plan.chunks_q, dS is not None or dz is not None
-        dq = launches.tokens_like(q.shape, q)
-        # with a decay a key head has one gradient for each query head: they are summed below
-        dk, dv = launches.tokens_like((B, heads, m, r), k), launches.tokens_like((B, heads, m, e), v)
-        delta, back, keeps, after, first = launches.workspace(
-            (
-                B * H * n * normalise,
-                B * heads * (chunks + 1) * plan.slot,
-                B * heads * chunks,
-                B * heads * launches.over(n, plan.block) * r * normalise * causal,
-                B * heads * plan.slot,
-            ),
-            q,
-        )
+    def backward(ctx, do, dS=None, dz=None):
+        return (_once_differentiable if torch.is_grad_enabled() else _pull_back)(ctx, do, dS, dz)
+
+
+def _pull_back(ctx, do, dS, dz):
+    """The gradients of the inputs of `_Outputs`."""
+    q, k, v, o, work, held, decay, code, shift_q, shift_k = ctx.saved_tensors
+    plan, given = ctx.plan, dS is not None or dz is not None
+    do = torch.zeros_like(o) if do is None else _packed(do)
+    dq = launches.tokens(plan.like_q, q, plan.r)
+    # with a decay a key head has one gradient for each query head: they are summed below
+    dk, dv = launches.tokens(plan.like_k, k, plan.r), launches.tokens(plan.like_v, v, plan.e)
+    incoming = *do.stride(), do.data_ptr() % 16, given
+    last = "gradients", True, True, True, incoming
+    known = (last if plan.narrow else ("gradients", False, False, True, incoming)) in plan.ready
+    den, slots, keeps, sums, spare = plan.forward.parts(work, known)
+    if not plan.causal:
+        slots = spare if held is work else held
+    delta = back = keeps_back = after = first = room = q
+    if plan.launches > 1 or given or ctx.given:
+        room = launches.empty((plan.backward.size,), q)
         if given:
-            _fill(plan, back, chunks, chunks, dS, dz)
-        sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+            _fill(plan.backward.slots(room), plan.chunks_q, dS, dz)
+        delta, back, keeps_back, after, first = plan.backward.parts(room, known)
+    sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
 
-        def adjoints():
-            grid, tile = launches.parted(plan, "adjoints", "r", heads, chunks)
-            numbers = *_steps(q, o, do), n, plan.span, chunks, r, e
-            return "adjoints", _adjoints, grid, numbers, dict(H=H, HEADS=heads, **tile)
+    def adjoints():
+        grid, tile = launches.parted(plan, "adjoints", "r", plan.heads, plan.chunks_q)
+        numbers = *_steps(q, o, do), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
+        return "adjoints", _adjoints, grid, numbers, dict(H=plan.H, HEADS=plan.heads, **tile)
 
-        def queries():
-            grid, tile = launches.parted(plan, "queries", "r", H, chunks)
-            numbers = *_steps(q, k, v, do, dq), n, plan.span, chunks, r, e
-            constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=ctx.given or not causal)
-            return "queries", _queries, grid, numbers, {**constants, **tile}
+    def gradients(splits, queries, DK, DV):
+        def describe():
+            name = "queries" if queries else "keys"
+            if queries and DK:
+                name = "walk_back" if plan.launches == 1 else "both"
+            grid, tile = launches.parted(plan, name, splits, plan.H * plan.chunks_q * queries, 1)
+            split = grid[0]
+            if DK or DV:
+                keys, tile = launches.parted(plan, name, splits, plan.heads, plan.chunks_k)
+                grid = (split + keys[0],)
+            numbers = (
+                *(*_steps(q, k, v, o, do, dq, dk, dv), plan.n, plan.m, plan.span),
+                *(plan.chunks_q, plan.chunks_k, split, plan.r, plan.e),
+            )
+            flags = dict(GIVEN=ctx.given or not plan.causal, GIVEN_BACK=given, FIRST=ctx.given, LAUNCHES=plan.launches)
+            roles = dict(QUERIES=queries, DK=DK, DV=DV)
+            constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, **flags, **roles, **tile)
+            return name, _gradients, grid, numbers, constants
 
-        def keys(splits, DK, DV):
-            def describe():
-                grid, tile = launches.parted(plan, "keys", splits, heads, plan.chunks_k)
-                numbers = *_steps(q, k, v, do, dk, dv), m, plan.span, plan.chunks_k, r, e
-                constants = dict(H=H, KV=plan.Hkv, HEADS=heads, GIVEN=given, DK=DK, DV=DV)
-                return "keys", _keys, grid, numbers, {**constants, **tile}
-
-            pointers = q, k, v, do, den, delta, dk, dv, sq, sk, dec, runs, back if causal else first, after
-            launches.launch(plan, ("keys", DK, DV, given, *incoming), pointers, describe)
-
-        incoming = *do.stride(), do.data_ptr() % 16
-        launches.launch(
-            plan, ("adjoints", *incoming), (q, o, do, den, delta, sq, dec, runs, back, keeps, after), adjoints
+        pointers = (
+            *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, dec, runs, slots, keeps, sums),
+            *(back if plan.causal else first, keeps_back, after, first),
         )
-        _scan_slots(plan, back, keeps, first, chunks, given, True)
-        launches.launch(
-            plan,
-            ("queries", *incoming),
-            (q, k, v, do, den, delta, dq, sq, sk, dec, runs, slots, sums),
-            queries,
-        )
-        if max(plan.R, plan.E) <= plan.configs["keys"].split:
-            keys("r", True, True)
-        else:
-            keys("r", True, False)
-            keys("e", False, True)
-        if heads > plan.Hkv:
-            dk, dv = (x.reshape(B, plan.Hkv, -1, m, x.shape[-1]).sum(2) for x in (dk, dv))
-        dS = dz = None
-        if ctx.given:
-            first = first[: B * heads * plan.slot].view(B, heads, plan.slot)
-            dS = first[..., : r * e].view(B, heads, e, r).mT
-            dz = first[..., r * e :] if normalise else None
-        return dq, dk, dv, dS, dz, None, None, None, None, None, None, None, None
+        launches.launch(plan, ("gradients", queries, DK, DV, incoming), pointers, describe)
+
+    if plan.launches > 1:
+        pointers = q, o, do, den, delta, sq, dec, runs, back, keeps_back, after
+        launches.launch(plan, ("adjoints", incoming), pointers, adjoints)
+    if plan.launches > 2:
+        _scan_slots(plan, back, keeps_back, first, plan.chunks_q, given, True)
+    if plan.narrow:
+        gradients("r", True, True, True)
+    else:
+        gradients("r", True, False, False)
+        gradients("r", False, True, False)
+        gradients("e", False, False, True)
+    if plan.heads > plan.Hkv:
+        dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))
+    dS = dz = None
+    if ctx.given:
+        dS, dz = _state(plan, plan.backward.end(room))
+    return dq, dk, dv, dS, dz, None, None, None, None, None, None
+
+
+_once_differentiable = once_differentiable(_pull_back)

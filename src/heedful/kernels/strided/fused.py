@@ -66,8 +66,16 @@ def attend(
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     n = q.shape[-2]
     after = -n % shape.stride  # zeros fill the last row of the grid: the last keys of their class, which nobody sees
-    flat = [F.pad(x.expand(*batch, -1, -1), (0, 0, 0, after)).reshape(prod(batch), n + after, -1) for x in (q, k, v)]
-    return _Strided.apply(*flat, shape, scale)[:, :n].reshape(*batch, n, v.shape[-1])
+    flat = [_as_grid(x, batch, after) for x in (q, k, v)]
+    out = _Strided.apply(*flat, shape, scale)
+    return (out[:, :n] if after else out).reshape(*batch, n, v.shape[-1])
+
+
+def _as_grid(x: Tensor, batch: tuple[int, ...], after: int) -> Tensor:
+    """(b, n + after, w); where nothing is appended nothing is copied, which torch's `pad` does even then."""
+    x = x if x.shape[:-2] == batch else x.expand(*batch, -1, -1)
+    x = F.pad(x, (0, 0, 0, after)) if after else x
+    return x.reshape(prod(batch), *x.shape[-2:])
 
 
 class _Classes:
@@ -96,11 +104,11 @@ class _Strided(torch.autograd.Function):
             o, log, *_ = aten._scaled_dot_product_flash_attention(
                 classes.queries(q), classes.keys(k), classes.keys(v), 0.0, True, False, scale=scale
             )
-            o, log = o.transpose(1, 2).flatten(1, 2), log.transpose(1, 2).flatten(1, 2)
+            o = o.transpose(1, 2).flatten(1, 2)
             if out is None or lse is None:
-                out, lse = o, log
+                out, lse = o, log  # the logarithms as the kernel has them and wants them back: (b, residue, row)
             else:
-                _merge(out[:, far:], lse[:, far:], o, log)
+                _merge(out[:, far:], lse[:, far:], o, log.transpose(1, 2).flatten(1, 2))
         assert out is not None and lse is not None
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = shape, scale
@@ -119,7 +127,9 @@ class _Strided(torch.autograd.Function):
         if far < q.shape[1]:
             rows = q.shape[1] // shape.stride - classes.skip
             seed = _no_dropout(q)
-            log = lse.unflatten(1, (-1, shape.stride))[:, classes.skip :].transpose(1, 2).contiguous()
+            log = lse
+            if shape.window:
+                log = lse.unflatten(1, (-1, shape.stride))[:, classes.skip :].transpose(1, 2).contiguous()
             parts = aten._scaled_dot_product_flash_attention_backward(
                 classes.queries(grad), classes.queries(q), classes.keys(k), classes.keys(v), classes.queries(out), log,
                 None, None, rows, rows, 0.0, True, seed, seed, scale=scale,
