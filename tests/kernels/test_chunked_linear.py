@@ -31,7 +31,7 @@ def form(request, monkeypatch):
         return reference
     form, count = _triton_form(), int(request.param.split()[1])
     monkeypatch.setattr(form.launches, "PLANS", {})
-    monkeypatch.setattr(form.launches, "joined", lambda n, rows, chunks: count)
+    monkeypatch.setattr(form.launches, "joined", lambda *_: count)
     return form
 
 

@@ -33,6 +33,15 @@ BLOCKS = {
     (128, "fp32"): 32,
     (256, "fp32"): 16,
 }
+# Tokens that one program walks in less time than the host takes for two more launches.
+WALKED = {
+    (64, "bf16"): 2048,
+    (128, "bf16"): 1024,
+    (256, "bf16"): 512,
+    (64, "fp32"): 512,
+    (128, "fp32"): 256,
+    (256, "fp32"): 256,
+}
 LAUNCHES = ("states", "outputs", "adjoints", "queries", "keys", "both", "walk", "walk_back")
 CONFIGS = {
     (64, "bf16"): dict(
@@ -43,7 +52,7 @@ CONFIGS = {
         keys=Config(64, 4, 3),
         both=Config(64, 4, 3),
         walk=Config(64, 4, 3),
-        walk_back=Config(64, 4, 2),
+        walk_back=Config(64, 4, 3),
     ),
     (128, "bf16"): dict(
         states=Config(64, 4, 3),
@@ -72,7 +81,6 @@ CONFIGS = {
 PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
 SHORTEST = 128
-WALKED = 2048  # tokens that one program walks in less time than the host takes for two more launches
 MANY = 256  # rows that fill the card without chunks
 FEW = 16  # chunks whose states a program adds up by itself
 
@@ -130,13 +138,13 @@ def span(n, rows) -> int:
     return min(LONGEST, max(SHORTEST, power(over(n, chunks))))
 
 
-def joined(n, rows, chunks) -> int:
+def joined(n, rows, chunks, kind) -> int:
     """Launches of a forward pass. One walks the whole sequence; in two each chunk adds up the states before it.
 
     A walk takes its time a block whatever the card could do beside it, so the sequence has to be short, or the
     heads many. It reads keys and values once, not twice, and has no workspace for states.
     """
-    if n <= WALKED or rows >= MANY:
+    if n <= WALKED[kind] or rows >= MANY:
         return 1
     return 2 if chunks <= FEW else 3
 
@@ -162,7 +170,7 @@ class Plan:
         self.narrow = max(self.R, self.E) <= self.configs["both"].split
         longest, rows = max(self.n, self.m), self.B * heads
         self.span = span(longest, rows)
-        self.launches = joined(longest, rows, over(self.m, self.span)) if causal else 3
+        self.launches = joined(longest, rows, over(self.m, self.span), kind) if causal else 3
         if self.launches == 1:
             self.span = up(longest, self.block)
         self.chunks_q, self.chunks_k = over(self.n, self.span), over(self.m, self.span)
