@@ -12,6 +12,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
+import heedful as h  # noqa: E402
 from heedful.kernels.chunked_linear import reference  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState  # noqa: E402
 from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
@@ -24,13 +25,17 @@ def _triton_form():
     return form
 
 
-@pytest.fixture(params=["reference", "triton, 1 launch", "triton, 2 launches", "triton, 3 launches"])
-def form(request, monkeypatch):
-    """One of the forms; of the Triton one, every way to join the chunks, which sizes choose otherwise."""
+@pytest.fixture(params=["reference", "triton"])
+def form(request):
+    return reference if request.param == "reference" else _triton_form()
+
+
+@pytest.fixture(params=["reference", "one launch", "two launches", "three launches"])
+def way(request, monkeypatch):
+    """A form; of the Triton one, each way to join the chunks, of which the sizes would choose one."""
     if request.param == "reference":
         return reference
-    form, count = _triton_form(), int(request.param.split()[1])
-    monkeypatch.setattr(form.launches, "PLANS", {})
+    form, count = _triton_form(), ["one launch", "two launches", "three launches"].index(request.param) + 1
     monkeypatch.setattr(form.launches, "joined", lambda *_: count)
     return form
 
@@ -216,18 +221,19 @@ def small(form, monkeypatch):
         for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
             monkeypatch.setattr(form, name, size)
     else:
+        monkeypatch.setattr(form.launches, "PLANS", {})
         monkeypatch.setattr(form.launches, "empty", poisoned)
         monkeypatch.setattr(form.launches, "span", lambda n, rows: 64)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_formula_and_so_are_its_gradients(form, case, monkeypatch):
-    small(form, monkeypatch)
+def test_it_is_the_formula_and_so_are_its_gradients(way, case, monkeypatch):
+    small(way, monkeypatch)
     inputs, options = build(**CASES[case])
     want = outcome(dense, inputs, options, torch.float64)
-    got = outcome(form.chunked_linear, inputs, options, torch.float64 if form is reference else torch.float32)
+    got = outcome(way.chunked_linear, inputs, options, torch.float64 if way is reference else torch.float32)
     for x, y in zip(got, want, strict=True):
-        assert distance(x, y) < (1e-11 if form is reference else 2e-5)
+        assert distance(x, y) < (1e-11 if way is reference else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +353,64 @@ def test_runs_are_bit_equal(form, monkeypatch):
     inputs, options = build(n=70, feature="elu1", B=1, H=2, Hkv=1)
     first, second = (outcome(form.chunked_linear, inputs, options, torch.float32) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_no_way_to_join_chunks_leaves_its_memory(way, monkeypatch, fenced):
+    if way is reference:
+        pytest.skip("the fence is around Triton programs")
+    small(way, monkeypatch)
+    inputs, options = build(n=70, r=5, e=19, B=1, feature="elu1", segments=None, state=True)
+    outcome(way.chunked_linear, inputs, options, torch.float32)
+
+
+def test_sizes_choose_the_launches():
+    joined = _triton_form().launches.joined
+    kind = 64, "bf16"
+    assert joined(2048, 1, 16, kind) == joined(1 << 20, 1000, 1, kind) == 1  # short sequences, many of them
+    assert joined(8192, 64, 8, kind) == 2
+    assert joined(65536, 16, 32, kind) == 3
+
+
+def test_inputs_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
+    fused = _triton_form()
+    small(fused, monkeypatch)
+    q, k, v = draw(1, 2, 2, 70, 8, 16, dtype=torch.float32)
+    options = "elu1", True, True
+    assert fused.again(q, k, v, *options) is None
+    want, _ = fused.chunked_linear(q, k, v, feature="elu1")
+    assert torch.equal(fused.again(q, k, v, *options), want)
+    assert torch.equal(h.Linear(h.Elu1())._again(q, k, v), want)
+    with h.backend("torch"):
+        assert h.Linear(h.Elu1())._again(q, k, v) is None
+    assert h.Linear(h.Relu())._again(q, k, v) is None
+    assert h.Retention(0.9, normalise=True)._again(q, k, v) is None
+    apart = [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]
+    unaligned = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in (q, k, v)]
+    for inputs in ([x[:, :, :-1] for x in (q, k, v)], [q, *apart[1:]], unaligned, [x.double() for x in (q, k, v)]):
+        assert fused.again(*inputs, *options) is None
+
+
+@pytest.mark.parametrize("learning", ["qkv", "v", "qk"])
+def test_gradients_of_inputs_taken_before(learning, monkeypatch):
+    fused = _triton_form()
+    small(fused, monkeypatch)
+    inputs = draw(1, 2, 2, 70, 8, 16, dtype=torch.float32)
+    for name, x in zip("qkv", inputs, strict=True):
+        x.requires_grad_(name in learning)
+    leaves = [x for x in inputs if x.requires_grad]
+    want, _ = fused.chunked_linear(*inputs, feature="elu1")
+    got = fused.again(*inputs, "elu1", True, True)
+    g = torch.randn_like(want)
+    for x, y in zip(torch.autograd.grad(got, leaves, g), torch.autograd.grad(want, leaves, g), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_second_derivative_is_refused_not_forgotten():
+    fused = _triton_form()
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, 1, 20, 8, 8, dtype=torch.float32))
+    (dq,) = torch.autograd.grad(fused.chunked_linear(q, k, v)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
 
 
 def test_what_it_cannot_take_it_refuses_in_words(form):
