@@ -37,6 +37,7 @@ def way(request, monkeypatch):
         return reference
     form, count = _triton_form(), ["one launch", "two launches", "three launches"].index(request.param) + 1
     monkeypatch.setattr(form.launches, "joined", lambda *_: count)
+    monkeypatch.setattr(form.launches, "merged", lambda *_: count == 1)
     return form
 
 
@@ -366,8 +367,8 @@ def test_no_way_to_join_chunks_leaves_its_memory(way, monkeypatch, fenced):
 def test_sizes_choose_the_launches():
     joined = _triton_form().launches.joined
     kind = 64, "bf16"
-    assert joined(2048, 1, 16, kind) == joined(1 << 20, 1000, 1, kind) == 1  # short sequences, many of them
-    assert joined(8192, 64, 8, kind) == 2
+    assert joined(128, 1, 1, kind) == joined(2048, 128, 4, kind) == joined(1 << 20, 1000, 1, kind) == 1
+    assert joined(2048, 64, 8, kind) == joined(8192, 64, 8, kind) == 2
     assert joined(65536, 16, 32, kind) == 3
 
 

@@ -33,7 +33,7 @@ BLOCKS = {
     (128, "fp32"): 32,
     (256, "fp32"): 16,
 }
-# Tokens that one program walks in less time than the host takes for two more launches.
+# Tokens that one program walks in less time than several take with a second launch, if half the card is idle.
 WALKED = {
     (64, "bf16"): 2048,
     (128, "bf16"): 1024,
@@ -81,8 +81,9 @@ CONFIGS = {
 PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
 SHORTEST = 128
-MANY = 256  # rows that fill the card without chunks
-FEW = 16  # chunks whose states a program adds up by itself
+MANY = 256  # rows that fill the card without chunks; half of them do where the sequence is short
+FEW = 8  # chunks whose states a program adds up by itself
+LITTLE = 1 << 18  # tokens of all heads that take the card less time than the host
 
 
 def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
@@ -141,12 +142,17 @@ def span(n, rows) -> int:
 def joined(n, rows, chunks, kind) -> int:
     """Launches of a forward pass. One walks the whole sequence; in two each chunk adds up the states before it.
 
-    A walk takes its time a block whatever the card could do beside it, so the sequence has to be short, or the
-    heads many. It reads keys and values once, not twice, and has no workspace for states.
+    A walk takes its time a block however idle the card is beside it, so there have to be heads enough, or hardly
+    anything to walk. It reads keys and values once, not twice, and has no workspace for states.
     """
-    if n <= WALKED[kind] or rows >= MANY:
+    if rows >= MANY or n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind]):
         return 1
     return 2 if chunks <= FEW else 3
+
+
+def merged(n, rows) -> bool:
+    """Whether dq is made in one launch with dk and dv: a gain where the card waits for the host, a loss elsewhere."""
+    return rows * n <= LITTLE
 
 
 def _precision(dtype, width) -> str:
@@ -167,8 +173,9 @@ class Plan:
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
         self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
-        self.narrow = max(self.R, self.E) <= self.configs["both"].split
         longest, rows = max(self.n, self.m), self.B * heads
+        self.narrow = max(self.R, self.E) <= self.configs["both"].split
+        self.merged = self.narrow and merged(longest, rows)
         self.span = span(longest, rows)
         self.launches = joined(longest, rows, over(self.m, self.span), kind) if causal else 3
         if self.launches == 1:

@@ -421,6 +421,16 @@ def _hold(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
 
 
 @triton.jit
+def _start(slot, cr, ce, r, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
+    """The state of a slot where one is given, which may be no memory at all where none is."""
+    S = tl.zeros([ce.shape[0], cr.shape[0]], tl.float32)
+    z = tl.zeros([cr.shape[0]], tl.float32)
+    if GIVEN:
+        S, z = _held(slot, cr, ce, r, e, r, NORMALISE)
+    return S, z
+
+
+@triton.jit
 def _before(
     slots,
     keeps,
@@ -442,7 +452,7 @@ def _before(
             slots += chunk * width
         S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
     else:
-        S, z = _held(slots, cr, ce, r, e, r * GIVEN, NORMALISE)
+        S, z = _start(slots, cr, ce, r, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for c in range(0, chunk):
             own, own_z = _held(slots + (c + 1) * width, cr, ce, r, e, r, NORMALISE)
@@ -480,7 +490,7 @@ def _after(
         else:
             S, y = _held(slots, cr, ce, r, e, r, NORMALISE)
     else:
-        S, y = _held(slots + chunks * width, cr, ce, r, e, r * GIVEN, NORMALISE)
+        S, y = _start(slots + chunks * width, cr, ce, r, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for step in range(1, chunks - chunk):
             c = chunks - step
@@ -1248,8 +1258,7 @@ def _pull_back(ctx, do, dS, dz):
     # with a decay a key head has one gradient for each query head: they are summed below
     dk, dv = launches.tokens(plan.like_k, k, plan.r), launches.tokens(plan.like_v, v, plan.e)
     incoming = *do.stride(), do.data_ptr() % 16, given
-    last = "gradients", True, True, True, incoming
-    known = (last if plan.narrow else ("gradients", False, False, True, incoming)) in plan.ready
+    known = ("gradients", plan.merged, plan.narrow, True, incoming) in plan.ready  # the last of the launches
     den, slots, keeps, sums, spare = plan.forward.parts(work, known)
     if not plan.causal:
         slots = spare if held is work else held
@@ -1296,12 +1305,15 @@ def _pull_back(ctx, do, dS, dz):
         launches.launch(plan, ("adjoints", incoming), pointers, adjoints)
     if plan.launches > 2:
         _scan_slots(plan, back, keeps_back, first, plan.chunks_q, given, True)
-    if plan.narrow:
+    if plan.merged:
         gradients("r", True, True, True)
     else:
         gradients("r", True, False, False)
-        gradients("r", False, True, False)
-        gradients("e", False, False, True)
+        if plan.narrow:
+            gradients("r", False, True, True)
+        else:
+            gradients("r", False, True, False)
+            gradients("e", False, False, True)
     if plan.heads > plan.Hkv:
         dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))
     dS = dz = None
