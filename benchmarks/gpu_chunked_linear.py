@@ -302,11 +302,11 @@ def bench(path, peers=(), only=None) -> None:
 
 def recorded(work):
     """The launches of one forward and backward, to be launched again in other configurations."""
-    launches = []
+    found = []
     real = launches.launch
 
     def recording(plan, key, pointers, describe):
-        launches.append((plan, pointers, describe))
+        found.append((plan, pointers, describe))
         real(plan, key, pointers, describe)
 
     inputs, options = prepare(work)
@@ -317,7 +317,7 @@ def recorded(work):
         torch.autograd.grad(o, inputs, torch.randn_like(o))
     finally:
         launches.launch = real
-    return launches
+    return found
 
 
 def grid(width):
@@ -349,14 +349,14 @@ def launch_all(width, work, spans, share, timing):
                 plan.configs = {**plan.configs, name: config}
                 described = describe()
                 constants = described[-1]
-                if name == "keys" and constants["PARTS"] > 1 and constants["DK"] and constants["DV"]:
+                if constants["PARTS"] > 1 and constants.get("DK") and constants.get("DV"):
                     continue
                 try:
-                    run, rest = launches.first(plan, pointers, *described)
+                    program = launches.first(plan, pointers, *described)
                     torch.cuda.synchronize()
                     if timing:
                         label = "".join([name, *(x for x in ("DK", "DV") if constants.get(x))])
-                        again = functools.partial(run, *pointers, *rest)
+                        again = functools.partial(program, *(x.data_ptr() for x in pointers))
                         rows.append((label, span, config, median(again, timing)))
                 except Exception as error:
                     if timing:
