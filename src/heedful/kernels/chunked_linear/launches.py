@@ -199,6 +199,10 @@ class Plan:
         )
         self.ready: dict = {}
 
+    def parts(self, name) -> int:
+        """In how many parts the features are split where a launch of that name splits them."""
+        return 1 if self.narrow else over(self.R, self.configs[name].split)
+
     def _room(self, tokens, given) -> Room:
         """A number a query (den, δ), slots, what chunks keep, z before (y after) each block, the state at the end."""
         walk, rows, chunks = self.launches == 1, self.B * self.heads, over(tokens, self.span)

@@ -12,6 +12,7 @@
                 scan      the same backwards: R and y after each chunk
                 queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
+                decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t
     joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
                 Of one chunk states and adjoints are too: z, y and δ are made in the walk (1 launch)
     weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
@@ -672,6 +673,8 @@ def _queries(
     slots,
     keeps,
     sums,
+    gain,
+    rows,
     q_b,
     q_h,
     q_t,
@@ -700,6 +703,7 @@ def _queries(
     HEADS: tl.constexpr,
     GIVEN: tl.constexpr,
     LAUNCHES: tl.constexpr,
+    CLOCKED: tl.constexpr,
     FEATURE: tl.constexpr,
     NORMALISE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -729,6 +733,7 @@ def _queries(
     dq += batch * dq_b + head * dq_h + skip * dq_t
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
+    gain += (part * rows + row) * n + base
     den += row * n + base
     delta += row * n + base
     shift_q += row * n + base
@@ -775,6 +780,11 @@ def _queries(
                 S = S * keep
                 z = z * keep
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
+        if CLOCKED:
+            turn = tl.sum(grad * _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0), 1)
+            if NORMALISE:
+                turn = turn * _reciprocal(tl.load(den + t, mask=real, other=0.0))
+            tl.store(gain + t, tl.where(real, turn, 0.0), mask=base + t < n)
         if FEATURE != "identity":
             grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
         if NORMALISE:
@@ -804,6 +814,8 @@ def _keys(
     keeps,
     sums,
     first,
+    loss,
+    rows,
     q_b,
     q_h,
     q_t,
@@ -836,6 +848,7 @@ def _keys(
     GIVEN: tl.constexpr,
     FIRST: tl.constexpr,
     LAUNCHES: tl.constexpr,
+    CLOCKED: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     FEATURE: tl.constexpr,
@@ -872,6 +885,7 @@ def _keys(
     v += batch * v_b + kv * v_h + skip * v_t
     dk += batch * dk_b + owner * dk_h + skip * dk_t
     dv += batch * dv_b + owner * dv_h + skip * dv_t
+    loss += (part * rows + row) * n + base  # a decay has no heads that share a state
     den += token
     delta += token
     shift_q += token
@@ -943,6 +957,9 @@ def _keys(
                     fq = (psi * into[:, None]).to(OPERAND)
                 S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
+            if CLOCKED:
+                turn = tl.sum(gk * _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 1), 1)
+                tl.store(loss + t, tl.where(real, turn, 0.0), mask=base + t < n)
             if FEATURE != "identity":
                 gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
             if SEGMENTS:
@@ -982,6 +999,8 @@ def gradients(
     keeps_back,
     after,
     first,
+    gain,
+    loss,
     q_b,
     q_h,
     q_t,
@@ -1012,6 +1031,7 @@ def gradients(
     chunks_q,
     chunks_k,
     split,
+    rows,
     r,
     e,
     H: tl.constexpr,
@@ -1021,6 +1041,7 @@ def gradients(
     GIVEN_BACK: tl.constexpr,
     FIRST: tl.constexpr,
     LAUNCHES: tl.constexpr,
+    CLOCKED: tl.constexpr,
     QUERIES: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -1043,17 +1064,17 @@ def gradients(
     if QUERIES:
         if pid < split:
             _queries(
-                pid, q, k, v, o, do, den, delta, dq, shift_q, shift_k, decay, code, slots, keeps, sums, q_b, q_h,
-                q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, n, span,
-                chunks_q, r, e, H, KV, HEADS, GIVEN, LAUNCHES, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND,
-                PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
+                pid, q, k, v, o, do, den, delta, dq, shift_q, shift_k, decay, code, slots, keeps, sums, gain, rows,
+                q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, n,
+                span, chunks_q, r, e, H, KV, HEADS, GIVEN, LAUNCHES, CLOCKED, FEATURE, NORMALISE, CAUSAL, DECAY,
+                SEGMENTS, OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
             )  # fmt: skip
     if DK or DV:
         if pid >= split:
             _keys(
                 pid - split, q, k, v, o, do, den, delta, dk, dv, shift_q, shift_k, decay, code, back, keeps_back,
-                after, first, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dk_b,
-                dk_h, dk_t, dv_b, dv_h, dv_t, m, span, chunks_k, r, e, H, KV, HEADS, GIVEN_BACK, FIRST, LAUNCHES,
-                DK, DV, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R,
-                E, PARTS,
+                after, first, loss, rows, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h,
+                do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, m, span, chunks_k, r, e, H, KV, HEADS, GIVEN_BACK, FIRST,
+                LAUNCHES, CLOCKED, DK, DV, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND, PRECISION, EVEN_N,
+                EVEN_C, BLOCK, R, E, PARTS,
             )  # fmt: skip

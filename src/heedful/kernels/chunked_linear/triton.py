@@ -36,8 +36,6 @@ def objections(
         said.append("there is nothing to launch for an empty tensor.")
     if feature == "exp" and not normalise:
         said.append("exp features are shifted here, which only the normaliser takes out again.")
-    if log_decay is not None and log_decay.requires_grad and torch.is_grad_enabled():
-        said.append("the gradient of log_decay is not computed here.")
     if segments is not None and not causal and bool((reference.runs(segments)[0] > 0).any()):
         said.append("several segments in a row are taken only where causal is true.")
     return said
@@ -78,7 +76,7 @@ def chunked_linear(
     plan = launches.plan(key, q, k, v, decay, code, feature, normalise, causal, heads, S is not None)
     inputs = q, k, v, S, z, decay, code, shift_q, shift_k
     with on_device(q):
-        if _learns(q, k, v, S, z):
+        if _learns(q, k, v, S, z, decay):
             o, S, z = _Outputs.apply(*inputs, plan, True)
         else:
             o, final, _ = _attend(plan, *inputs, True)
@@ -193,8 +191,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, plan, stateful):
         o, final, work = _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful)
-        held = work if plan.causal or final is None else final
-        ctx.save_for_backward(q, k, v, o, work, held, decay, code, shift_q, shift_k)
+        ctx.save_for_backward(q, k, v, o, work, final, decay, code, shift_q, shift_k)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.given = plan, S is not None
         return (o, *_state(plan, final)) if stateful else o
@@ -206,23 +203,27 @@ class _Outputs(torch.autograd.Function):
 
 def _pull_back(ctx, do, dS, dz):
     """The gradients of the inputs of `_Outputs`."""
-    q, k, v, o, work, held, decay, code, shift_q, shift_k = ctx.saved_tensors
+    q, k, v, o, work, final, decay, code, shift_q, shift_k = ctx.saved_tensors
     plan, given = ctx.plan, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else _packed(do)
     dq = launches.tokens(plan.like_q, q, plan.r)
     # with a decay a key head has one gradient for each query head: they are summed below
     dk, dv = launches.tokens(plan.like_k, k, plan.r), launches.tokens(plan.like_v, v, plan.e)
-    incoming = *do.stride(), do.data_ptr() % 16, given
+    clocked = decay is not None and ctx.needs_input_grad[5]
+    incoming = *do.stride(), do.data_ptr() % 16, given, clocked
     known = ("gradients", plan.merged, plan.narrow, True, incoming) in plan.ready  # the last of the launches
     den, slots, keeps, sums, spare = plan.forward.parts(work, known)
     if not plan.causal:
-        slots = spare if held is work else held
+        slots = spare if final is None else final
     delta = back = keeps_back = after = first = room = q
     if plan.launches > 1 or given or ctx.given:
         room = launches.empty((plan.backward.size,), q)
         if given:
             _fill(plan.backward.slots(room), plan.chunks_q, dS, dz)
         delta, back, keeps_back, after, first = plan.backward.parts(room, known)
+    gain = loss = q
+    if clocked:
+        gain, loss = (launches.empty((plan.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
     sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
 
     def adjoints():
@@ -242,16 +243,17 @@ def _pull_back(ctx, do, dS, dz):
                 grid = (split + keys[0],)
             numbers = (
                 *(*_steps(q, k, v, o, do, dq, dk, dv), plan.n, plan.m, plan.span),
-                *(plan.chunks_q, plan.chunks_k, split, plan.r, plan.e),
+                *(plan.chunks_q, plan.chunks_k, split, plan.B * plan.H, plan.r, plan.e),
             )
             flags = dict(GIVEN=ctx.given or not plan.causal, GIVEN_BACK=given, FIRST=ctx.given, LAUNCHES=plan.launches)
+            flags["CLOCKED"] = clocked
             roles = dict(QUERIES=queries, DK=DK, DV=DV)
             constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, **flags, **roles, **tile)
             return name, programs.gradients, grid, numbers, constants
 
         pointers = (
             *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, dec, runs, slots, keeps, sums),
-            *(back if plan.causal else first, keeps_back, after, first),
+            *(back if plan.causal else first, keeps_back, after, first, gain, loss),
         )
         launches.launch(plan, ("gradients", queries, DK, DV, incoming), pointers, describe)
 
@@ -269,12 +271,27 @@ def _pull_back(ctx, do, dS, dz):
         else:
             gradients("r", False, True, False)
             gradients("e", False, False, True)
+    ddecay = _clock_gradient(plan, gain, loss, final, dS, dz, decay, code) if clocked else None
     if plan.heads > plan.Hkv:
         dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))
     dS = dz = None
     if ctx.given:
         dS, dz = _state(plan, plan.backward.end(room))
-    return dq, dk, dv, dS, dz, None, None, None, None, None, None
+    return dq, dk, dv, dS, dz, ddecay, None, None, None, None, None
+
+
+def _clock_gradient(plan, gain, loss, final, dS, dz, decay, code):
+    """The gradient of log_decay: what b gains and loses from each token on, and at the end what the last state gains.
+
+    The sums nearly cancel over a whole segment, so they are in float64.
+    """
+    change = (gain.sum(0, dtype=torch.float64) - loss.sum(0, dtype=torch.float64)).flip(-1).cumsum(-1).flip(-1)
+    for x, dx in zip(_state(plan, final), (dS, dz), strict=True):
+        if dx is not None:
+            change = change + (x.double() * dx).flatten(2).sum(-1)[..., None]
+    if code is not None:
+        change = change.masked_fill((code < 0)[:, None], 0)
+    return (change if decay.ndim == 3 else change.sum((0, 2))).to(decay.dtype)
 
 
 _once_differentiable = once_differentiable(_pull_back)
