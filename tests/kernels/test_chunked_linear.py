@@ -390,7 +390,13 @@ def test_inputs_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
     with h.backend("torch"):
         assert h.Linear(h.Elu1())._again(q, k, v) is None
     assert h.Linear(h.Relu())._again(q, k, v) is None
-    assert h.Retention(0.9, normalise=True)._again(q, k, v) is None
+    fading = h.Retention(0.9, normalise=True).to(DEVICE)
+    assert fading._again(q, k, v) is None
+    want, _ = fused.chunked_linear(q, k, v, feature="elu1", log_decay=fading.log_lambda.expand(2).float())
+    for _ in range(2):
+        assert torch.equal(fading._again(q, k, v), want)
+    fading.log_lambda.mul_(2)
+    assert not torch.equal(fading._again(q, k, v), want)  # a decay written to is read anew
     apart = [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]
     unaligned = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in (q, k, v)]
     for inputs in ([x[:, :, :-1] for x in (q, k, v)], [q, *apart[1:]], unaligned, [x.double() for x in (q, k, v)]):

@@ -15,17 +15,21 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
 from heedful.kernels.dispatch import Kernel, as_given
+from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step
 from heedful.kernels.random_features import random_features
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
+
+_DECAYS = WeakIdKeyDictionary()
 
 
 class Running(NamedTuple):
@@ -110,9 +114,13 @@ class Featured(RecurrentMechanism):
         name = self.feature_map.kernel_name
         if name is None or self.kernel is not chunked_linear or not q.ndim == k.ndim == v.ndim == 4:
             return None
-        if self.log_decay() is not None:
-            return None
-        return chunked_linear.again(q, k, v, name, self.normalise, isinstance(self.pattern, Causal))
+        decay, heads = self.log_decay(), q.shape[1]
+        if decay is not None:
+            if decay.requires_grad or k.shape[1] != heads:
+                return None
+            own = decay
+            decay = kept(_DECAYS, [own], heads, lambda: own.expand(heads).float().contiguous())
+        return chunked_linear.again(q, k, v, name, self.normalise, isinstance(self.pattern, Causal), decay)
 
     def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
         """Why the kernel that makes features itself can't run; if nothing speaks against it, its inputs."""

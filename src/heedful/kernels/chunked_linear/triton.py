@@ -69,9 +69,7 @@ def chunked_linear(
     S, z = (None, None) if state is None else (state.S, state.z)
     q, k, v = _packed(q), _packed(k), _packed(v)
     decay = None if decay is None else decay.float().contiguous()
-    rest = None
-    if log_decay is not None or code is not None or shift_q is not None or S is not None:
-        rest = (S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in (decay, code, shift_q)))
+    rest = _rest(heads, S, decay, code, shift_q)
     key = launches.key(q, k, v, feature, normalise, causal, rest)
     plan = launches.plan(key, q, k, v, decay, code, feature, normalise, causal, heads, S is not None)
     inputs = q, k, v, S, z, decay, code, shift_q, shift_k
@@ -84,18 +82,29 @@ def chunked_linear(
     return o, LinearState(S, z, log_scale)
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, feature: str, normalise: bool, causal: bool) -> Tensor | None:
+def again(
+    q: Tensor, k: Tensor, v: Tensor, feature: str, normalise: bool, causal: bool, decay: Tensor | None = None
+) -> Tensor | None:
     """The output for inputs of a kind that was taken before, which nobody asks about again; None for any other.
 
-    Inputs are such that they have a meaning: tokens of one type on one device. There is no decay, no segments, no
-    state, neither before nor after: this is the way of short sequences, where the host takes longer than the card.
+    Inputs are such that they have a meaning: tokens of one type on one device, a decay (H,) in float32. There are no
+    segments, no state before and none after: this is the way of short sequences, where the host takes longer than
+    the card.
     """
-    plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, None))
+    rest = None if decay is None else _rest(q.shape[1], None, decay, None, None)
+    plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, rest))
     if plan is None or q.get_device() != launches.current_device():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Outputs.apply(q, k, v, None, None, None, None, None, None, plan, False)
-    return _attend(plan, q, k, v, None, None, None, None, None, None, False)[0]
+        return _Outputs.apply(q, k, v, None, None, decay, None, None, None, plan, False)
+    return _attend(plan, q, k, v, None, None, decay, None, None, None, False)[0]
+
+
+def _rest(heads, S, *tensors) -> tuple | None:
+    """What a plan depends on beside q, k and v; None where there is nothing of it."""
+    if S is None and all(x is None for x in tensors):
+        return None
+    return heads, S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in tensors)
 
 
 def _steps(*tensors):
