@@ -67,8 +67,10 @@ class Kernel:
 
     def __call__(self, q: Tensor, *args, **kwargs):
         """Run on the first backend without objections, in the precision of the inputs: autocast stays outside."""
-        with as_given(q):
-            return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
+        if torch.is_autocast_enabled(q.device.type):
+            with as_given(q):
+                return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
+        return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
 
     def again(self, *args):
         """What the Triton backend gives for inputs of a kind that it has taken before, which nobody asks about again.

@@ -26,7 +26,7 @@ BLOCK = 128  # tokens a program holds at once
 SPANS = 256  # sums that a program may have to add up
 LONGEST = 1 << 24  # (c + 1)³ and W stay far inside float32
 WARPS = {"num_warps": 4}
-READY: dict = {}
+PLANS: dict = {}
 CURRENT, PREVIOUS, NEXT, LEFT, RIGHT, START, END, LAST, EARLIER = map(tl.constexpr, range(9))
 
 
@@ -82,26 +82,38 @@ class _FixedHeads(torch.autograd.Function):
         return _FixedHeads.apply(grad, codes, n, m, not transposed), None, None, None, None
 
 
+class _Plan:
+    """What both launches share for inputs that Triton would treat alike."""
+
+    def __init__(self, x: Tensor, n: int, m: int, transposed: bool):
+        B, H, _, e = x.shape
+        E = min(64, max(16, power(e)))
+        span = over(over(m, BLOCK), SPANS) * BLOCK  # tokens
+        spans = over(m, span)
+        self.out, self.sums = (B, H, m if transposed else n, e), (B, H, spans, e)
+        shape = (n, m, e, span, spans, H, *x.stride()[:3])
+        self.rest = (spans, B * H, over(e, E)), shape, dict(TRANSPOSED=transposed, BLOCK=BLOCK, E=E), WARPS
+        self.ready: dict = {}
+
+    def __call__(self, x: Tensor, codes: Tensor) -> Tensor:
+        out = torch.empty(self.out, dtype=x.dtype, device=x.device)
+        sums = torch.empty(self.sums, dtype=torch.float32, device=x.device)
+        launch(self.ready, "sums", (x, sums, codes), lambda: (_sums, *self.rest))
+        launch(self.ready, "rows", (x, sums, out, codes), lambda: (_rows, *self.rest))
+        return out
+
+
 def _launch(x: Tensor, codes: Tensor, n: int, m: int, transposed: bool) -> Tensor:
-    B, H, _, e = x.shape
     if x.stride(-1) != 1:
         x = x.contiguous()
-    out = torch.empty(B, H, m if transposed else n, e, dtype=x.dtype, device=x.device)
-    E = min(64, max(16, power(e)))
-    blocks = over(m, BLOCK)
-    span = over(blocks, SPANS) * BLOCK  # tokens
-    spans = over(m, span)
-    sums = torch.empty(B, H, spans, e, dtype=torch.float32, device=x.device)
-    grid = (spans, B * H, over(e, E))
-    shape = (n, m, e, span, spans, H, *x.stride()[:3])
-    constants = dict(TRANSPOSED=transposed, BLOCK=BLOCK, E=E)
-    key = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, n, m, transposed)
-    if len(READY) >= 1024:
-        READY.clear()
+    key = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, n, m, transposed
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= 1024:
+            PLANS.clear()
+        plan = PLANS[key] = _Plan(x, n, m, transposed)
     with on_device(x):
-        launch(READY, ("sums", *key), (x, sums, codes), lambda: (_sums, grid, shape, constants, WARPS))
-        launch(READY, ("rows", *key), (x, sums, out, codes), lambda: (_rows, grid, shape, constants, WARPS))
-    return out
+        return plan(x, codes)
 
 
 @triton.jit
