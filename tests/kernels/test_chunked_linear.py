@@ -378,6 +378,17 @@ def test_sizes_choose_the_launches():
     assert joined(65536, 16, 32, kind) == 3
 
 
+def test_short_sequences_take_one_launch_each_way(monkeypatch):
+    fused = _triton_form()
+    real, keys = fused.launches.launch, []
+    monkeypatch.setattr(fused.launches, "launch", lambda plan, key, *rest: keys.append(key) or real(plan, key, *rest))
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 2, 100, 8, 8, dtype=torch.float32))
+    o, _ = fused.chunked_linear(q, k, v, feature="elu1")
+    assert len(keys) == 1
+    o.sum().backward()
+    assert len(keys) == 2
+
+
 def test_inputs_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
     fused = _triton_form()
     small(fused, monkeypatch)
