@@ -145,7 +145,7 @@ def joined(n, rows, chunks, kind) -> int:
     A walk takes its time a block however idle the card is beside it, so there have to be heads enough, or hardly
     anything to walk. It reads keys and values once, not twice, and has no workspace for states.
     """
-    if rows >= MANY or n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind]):
+    if n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind]) or (rows >= MANY and kind == (64, "bf16")):
         return 1
     return 2 if chunks <= FEW else 3
 
