@@ -374,8 +374,8 @@ def test_sizes_choose_the_launches():
     joined = _triton_form().launches.joined
     kind = 64, "bf16"
     assert joined(128, 1, 1, kind) == joined(2048, 128, 4, kind) == joined(1 << 20, 1000, 1, kind) == 1
-    assert joined(2048, 64, 8, kind) == joined(8192, 64, 8, kind) == 2
-    assert joined(65536, 16, 32, kind) == 3
+    assert joined(2048, 64, 8, kind) == joined(2048, 512, 1, (128, "bf16")) == 2
+    assert joined(65536, 16, 32, kind) == joined(8192, 64, 8, kind) == 3
 
 
 def test_short_sequences_take_one_launch_each_way(monkeypatch):

@@ -12,6 +12,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 import heedful as h  # noqa: E402
+from heedful.kernels.dispatch import Kernel  # noqa: E402
 from heedful.kernels.fixed_heads import reference  # noqa: E402
 from heedful.kernels.fixed_heads.reference import KINDS  # noqa: E402
 
@@ -65,12 +66,30 @@ def test_every_element_is_written(monkeypatch):
     assert torch.equal(form.fixed_heads(v, KINDS, 300), wanted)
 
 
+def test_values_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
+    form = triton_form()
+    monkeypatch.setattr(form, "PLANS", {})
+    v = torch.randn(1, len(KINDS), 50, 4, device=DEVICE)
+    assert form.again(v, KINDS, 50) is None
+    wanted = form.fixed_heads(v, KINDS, 50)
+    assert torch.equal(form.again(v, KINDS, 50), wanted)
+    assert form.again(v, KINDS, 49) is None
+    assert form.again(v, KINDS[:3], 50) is None
+    assert form.again(v.clone().requires_grad_(), KINDS, 50) is None
+
+
 def test_a_mixture_runs_its_fixed_heads_together(monkeypatch):
     from heedful.mechanisms import fixed_pattern
 
     calls = []
+
+    class Recorded(Kernel):
+        def __call__(self, v, kinds, n):
+            calls.append(kinds)
+            return super().__call__(v, kinds, n)
+
     kernel = fixed_pattern.fixed_heads
-    monkeypatch.setattr(fixed_pattern, "fixed_heads", lambda v, kinds, n: calls.append(kinds) or kernel(v, kinds, n))
+    monkeypatch.setattr(fixed_pattern, "fixed_heads", Recorded(kernel.name, *kernel.backends.values()))
     heads = [h.FixedPattern("left"), h.FixedPattern("previous", edge="first"), h.FixedPattern("end")]
     attend = h.Mixture([*heads, h.Softmax()])
     q, k, v = torch.randn(3, 2, 4, 30, 8, device=DEVICE).unbind()

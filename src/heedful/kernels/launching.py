@@ -54,6 +54,11 @@ def _stream() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
+def current_device() -> int:
+    """The device that launches go to; -1, like the device of a tensor that is on none, where there are none."""
+    return -1 if INTERPRETED else torch._C._cuda_getDevice()
+
+
 def first(
     pointers: Sequence, kernel: Any, grid: tuple[int, ...], numbers: Sequence, constants: dict, options: dict
 ) -> Program | None:

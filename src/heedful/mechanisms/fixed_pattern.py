@@ -240,7 +240,8 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
         v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return v.new_zeros(*batch, n, v.shape[-1])
-    return _unread(fixed_heads(v, kinds, n), q, k)
+    rows = fixed_heads.again(v, kinds, n) if v.is_cuda and not torch.compiler.is_compiling() else None
+    return _unread(fixed_heads(v, kinds, n) if rows is None else rows, q, k)
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Mixture(Mechanism):
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
         alone = segments is not None or self.kv_heads is not None
-        if self.fixed is not None and not alone and all(part.words is None for part in self.parts):
+        if self.fixed is not None and not alone and not self._has_words():
             return heads_together(self.fixed, q, k, v)
         outs: list[Tensor] = []
         for fixed, run in groupby(self._pieces(), lambda piece: not alone and _is_fixed(piece[0])):
@@ -184,6 +184,10 @@ class Mixture(Mechanism):
                 "another number of heads, heads that were not split, or grouped queries (B, groups, per group, n, d), "
                 "for which the mixture names all heads and kv_heads=groups, or the heads of one group alone."
             )
+
+    def _has_words(self) -> bool:
+        """Whether a fixed head was given words since; asked in each call, so past the module's own slow way to them."""
+        return any(part._buffers["words"] is not None for part in self.parts)
 
     def _sized(self) -> Iterator[tuple[Mechanism, int]]:
         for part, size in zip(self.parts, self.groups, strict=True):

@@ -145,9 +145,10 @@ def joined(n, rows, chunks, kind) -> int:
     A walk takes its time a block however idle the card is beside it, so there have to be heads enough, or hardly
     anything to walk. It reads keys and values once, not twice, and has no workspace for states.
     """
-    if n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind]) or (rows >= MANY and kind == (64, "bf16")):
+    little = rows * n <= LITTLE
+    if n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind] and little) or (rows >= MANY and kind == (64, "bf16")):
         return 1
-    return 2 if chunks <= FEW else 3
+    return 2 if chunks == 1 or (chunks <= FEW and little) else 3
 
 
 def merged(n, rows) -> bool:
@@ -230,11 +231,6 @@ def plan(key, *inputs) -> Plan:
             PLANS.clear()
         plan = PLANS[key] = Plan(*inputs)
     return plan
-
-
-def current_device() -> int:
-    """The device that launches go to; -1, like the device of a tensor that is on none, where there are none."""
-    return -1 if INTERPRETED else torch._C._cuda_getDevice()
 
 
 def launch(plan, key, pointers, describe):

@@ -14,6 +14,7 @@ from heedful.kernels.chunked_linear import launches, programs, reference
 from heedful.kernels.chunked_linear.launches import INTERPRETED
 from heedful.kernels.chunked_linear.reference import LinearState
 from heedful.kernels.dispatch import on_device
+from heedful.kernels.launching import current_device
 
 WIDEST = 256
 
@@ -93,7 +94,7 @@ def again(
     """
     rest = None if decay is None else _rest(q.shape[1], None, decay, None, None)
     plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, rest))
-    if plan is None or q.get_device() != launches.current_device():
+    if plan is None or q.get_device() != current_device():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Outputs.apply(q, k, v, None, None, decay, None, None, None, plan, False)
