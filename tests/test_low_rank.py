@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.mechanisms import nystrom
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.nystrom import Nystrom, inverse_times, iterated_inverse, landmarks
 from heedful.mechanisms.truncated_svd import TruncatedSVD
@@ -198,6 +199,42 @@ def test_the_iterate_acts_on_singular_values_alone(iterations):
     torch.testing.assert_close(iterated_inverse(W, iterations), want, rtol=1e-9, atol=1e-11)
     X = draw(3, 10, 2, seed=1)
     torch.testing.assert_close(inverse_times(W, X, iterations), want @ X, rtol=1e-9, atol=1e-11)
+
+
+def iterate_as_written(W, X, iterations):
+    norms = torch.linalg.matrix_norm(W, 1) * torch.linalg.matrix_norm(W, torch.inf)
+    Z, eye = W.mT / norms[..., None, None], torch.eye(W.shape[-2], dtype=W.dtype)
+    for _ in range(iterations):
+        Z = Z @ (13 * eye - W @ Z @ (15 * eye - W @ Z @ (7 * eye - W @ Z))) / 4
+    return Z @ X
+
+
+@pytest.mark.parametrize("a, c", [(7, 7), (8, 5), (5, 8)])
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 6])
+def test_the_gradient_of_the_iterate_is_that_of_its_definition(a, c, iterations):
+    scores, X, above = draw(2, 3, a, c).requires_grad_(), draw(3, a, 4, seed=1).requires_grad_(), draw(2, 3, c, 4)
+    for wanted in ([scores, X], [scores], [X]):
+        ours, theirs = (
+            torch.autograd.grad(times(scores.softmax(-1), X, iterations), wanted, above)
+            for times in (inverse_times, iterate_as_written)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [0.1, 1, 3, 6])
+def test_the_shorter_way_to_the_iterate_costs_no_precision_that_attention_has(size, monkeypatch):
+    q, k, v, above = (scale * draw(2, 256, 32, seed=i) for i, scale in enumerate((size, size, 1, 1)))
+    attend = Nystrom(64)
+
+    def run(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        return out, *torch.autograd.grad(out, leaves, above.to(dtype))
+
+    ours = run(torch.float32)
+    monkeypatch.setattr(nystrom, "inverse_times", iterate_as_written)
+    for short, long, want in zip(ours, run(torch.float32), run(torch.float64), strict=True):
+        assert (short - want).norm() <= 2 * (long - want).norm()
 
 
 def test_the_iterate_converges_to_the_pseudo_inverse():

@@ -3,9 +3,8 @@
 matrix      A = softmax(s · Q K̃ᵀ) Z softmax(s · Q̃ Kᵀ),   Q̃, K̃: the means of r consecutive pieces of Q and of K
             Z = Z_t of Z₀ = Wᵀ / (‖W‖₁ ‖W‖∞),  Z ← ¼ Z (13 I − W Z (15 I − W Z (7 I − W Z))),  W = softmax(s · Q̃ K̃ᵀ)
 fast        right to left: attention of the landmarks to all keys, Z, attention of all queries to the landmarks
-            with Z the last but one, the last step is taken on the r × e matrix X that it is for:
-            Z_t X = ¼ Z (13 X − W Z (15 X − W Z (7 X − W Z X)))
-cost        2 r (n + m)(d + e) + 2 r² (d + 7 e) + (t − 1) · 8 r³ flops
+            the last steps of Z are taken on the r × e matrix that it is for (kernels/iterated_inverse)
+cost        2 r (n + m)(d + e) + 2 r² (d + 8 e) + 2 r³ (4 t − 7) flops, t ≥ 3
 
 The mechanism is the paper's t-th iterate, not the pseudo-inverse that Z_t converges to: on a singular value σ of W it
 is a polynomial that stays small where 1/σ explodes, so nearly equal landmarks do no harm.
@@ -18,6 +17,7 @@ import torch
 from heedful.core import Cost, Dims, Mechanism, check_inputs
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.iterated_inverse import inverse_products, inverse_times, iterated_inverse
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
@@ -94,7 +94,9 @@ class Nystrom(Mechanism):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, x = q.to(wide), k.to(wide), v.to(wide)
         with as_given(q):
-            of_queries, of_keys, W = self._landmarks(q, k)
+            q, of_queries = with_landmarks(q, self.landmarks)
+            k, of_keys = with_landmarks(k, self.landmarks)
+            W = self._between(of_queries, of_keys)
             x = inverse_times(W, self._attend(of_queries, k, x), self.iterations)
             x = self._attend(q, of_keys, x)
         return x.to(v.dtype)
@@ -108,17 +110,17 @@ class Nystrom(Mechanism):
             wide = torch.promote_types(q.dtype, torch.float32)
             Q, K = q.to(wide), k.to(wide)
             with as_given(q):
-                of_queries, of_keys, W = self._landmarks(Q, K)
+                of_queries, of_keys = landmarks(Q, self.landmarks), landmarks(K, self.landmarks)
+                W = self._between(of_queries, of_keys)
                 x = iterated_inverse(W, self.iterations).mT @ self._attend_transposed(Q, of_keys, y.to(wide))
                 return self._attend_transposed(of_queries, K, x).to(y.dtype)
 
         plain = segments is None and q.shape[-2] and k.shape[-2]
         return apply, transposed if plain else adjoint
 
-    def _landmarks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the queries, those of the keys, and W between them."""
-        of_queries, of_keys = landmarks(q, self.landmarks), landmarks(k, self.landmarks)
-        return of_queries, of_keys, (of_queries @ of_keys.mT * self._scale(q)).softmax(-1)
+    def _between(self, of_queries: Tensor, of_keys: Tensor) -> Tensor:
+        """W."""
+        return (of_queries @ (of_keys * self._scale(of_keys)).mT).softmax(-1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return softmax(q, k, v, SoftmaxRows(), Full(), None, self._scale(q))
@@ -134,8 +136,8 @@ class Nystrom(Mechanism):
             return Cost(flops=0, bytes=dims.io_bytes)
         a, b = min(self.landmarks, dims.n), min(self.landmarks, dims.m)
         attended = (a * dims.m + dims.n * b) * (dims.d + dims.e)
-        inverse = (self.iterations - 1) * (2 * a * a * b + 2 * a * a * a)
-        return Cost(flops=2 * dims.batch * (attended + a * b * (dims.d + 7 * dims.e) + inverse), bytes=dims.io_bytes)
+        products = attended + a * b * dims.d + inverse_products(a, b, dims.e, self.iterations)
+        return Cost(flops=2 * dims.batch * products, bytes=dims.io_bytes)
 
     def explain(self, q, k, v, *, segments=None):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -153,38 +155,16 @@ def landmarks(x: Float[Tensor, "*b n d"], count: int) -> Float[Tensor, "*b r d"]
     >>> landmarks(torch.arange(5.0)[:, None], 2).flatten()
     tensor([1.0000, 3.5000])
     """
+    return with_landmarks(x, count)[1]
+
+
+def with_landmarks(x: Float[Tensor, "*b n d"], count: int) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b r d"]]:
+    """x, by way of its pieces, and their means: two gradients that meet at the pieces are added in one pass."""
     count = min(count, x.shape[-2])
     size, longer = divmod(x.shape[-2], count)
     if not longer:
-        return x.unflatten(-2, (count, size)).mean(-2)
+        pieces = x.unflatten(-2, (count, size))
+        return pieces.flatten(-3, -2), pieces.sum(-2) / size
     cut = longer * (size + 1)
     head = x[..., :cut, :].unflatten(-2, (longer, size + 1)).mean(-2)
-    return torch.cat([head, x[..., cut:, :].unflatten(-2, (count - longer, size)).mean(-2)], -2)
-
-
-def iterated_inverse(W: Float[Tensor, "*b a c"], iterations: int) -> Float[Tensor, "*b c a"]:
-    """The iterate that converges to the pseudo-inverse of each matrix by itself, whatever its batch mates are.
-
-    ‖W‖₁ ‖W‖∞ ≥ σ_max² makes every eigenvalue of W Z₀ lie in [0, 1].
-    """
-    size = W.abs()
-    norms = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
-    Z = W.mT / norms[..., None, None]
-    for _ in range(iterations):
-        P = W @ Z
-        # 13 I − P (15 I − P (7 I − P)) = 13 I − 15 P + P² (7 I − P)
-        squared = P @ P
-        Z = Z @ (_shifted(7 * squared - squared @ P - 15 * P, 13.0) / 4)
-    return Z
-
-
-def inverse_times(W: Float[Tensor, "*#b a c"], X: Float[Tensor, "*#b a e"], iterations: int) -> Float[Tensor, "*b c e"]:
-    """iterated_inverse(W, iterations) @ X, whose last step never forms the inverse."""
-    Z = iterated_inverse(W, iterations - 1)
-    Y = 7 * X - W @ (Z @ X)
-    Y = 15 * X - W @ (Z @ Y)
-    return Z @ (3.25 * X - 0.25 * (W @ (Z @ Y)))
-
-
-def _shifted(X: Float[Tensor, "*b a a"], by: float) -> Float[Tensor, "*b a a"]:
-    return X + by * torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    return x, torch.cat([head, x[..., cut:, :].unflatten(-2, (count - longer, size)).mean(-2)], -2)
