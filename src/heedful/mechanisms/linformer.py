@@ -10,6 +10,7 @@ There is no causal form: each projected key mixes the whole sequence, its future
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Literal
 
 import torch
@@ -197,8 +198,12 @@ def _mixed(P: Float[Tensor, "*#h r m"], x: Float[Tensor, "*b m w"]) -> Float[Ten
     Its gradient in P is then one product too, not one for each head and their sum, heads times as large as P.
     """
     if P.ndim > 2 or x.ndim < 3 or x.stride(-3) != x.shape[-1] or x.stride(-1) != 1:
-        return P @ x
-    return (P @ x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
+        return (P if torch.is_grad_enabled() else P.detach()) @ x  # a parameter makes torch transpose x for gradients
+    rows = x.transpose(-3, -2).flatten(-2)
+    lead = rows.shape[:-2]
+    # a matrix times a batch torch turns into a batch times a matrix: copies first, and keys and gradients transposed
+    one = P @ rows.reshape(rows.shape[-2:]) if prod(lead) == 1 else P.expand(*lead, *P.shape) @ rows
+    return one.reshape(*lead, len(P), x.shape[-3], x.shape[-1]).transpose(-3, -2)
 
 
 def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
