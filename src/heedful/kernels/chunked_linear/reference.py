@@ -330,9 +330,13 @@ def cut(t: Tensor, a: int, z: int, c: int) -> Tensor:
     return _chunks(t, a, z, c).flatten(0, 1)
 
 
-def put(t: Tensor, a: int, z: int, c: int, chunks: Tensor) -> None:
-    """The way back."""
-    _chunks(t, a, z, c).copy_(chunks.unflatten(0, (-1, len(t))))
+def put(t: Tensor, a: int, z: int, c: int, chunks: Tensor, times: Tensor | None = None) -> None:
+    """The way back, multiplied on it."""
+    there, chunks = _chunks(t, a, z, c), chunks.unflatten(0, (-1, len(t)))
+    if times is None:
+        there.copy_(chunks)
+    else:
+        torch.mul(chunks, times.unflatten(0, (-1, len(t))), out=there)
 
 
 def blocks_of(*tensors: Tensor | None, r: int | None = None) -> Iterator[list]:
@@ -401,7 +405,7 @@ def _masked(P: Tensor, w: Weights | None) -> Tensor:
 
 
 def forward_group(xs, ys, vs, w: Weights | None, S, z):
-    """Output of a group of chunks, the inverse of its normaliser, the state after it."""
+    """Numerators of a group of chunks, the inverse of their normalisers, the state after it."""
     leaving = ys if w is None else ys * w.leave
     P = _masked(torch.bmm(xs, ys.mT), w)
     before, S = _states(S, leaving, vs, w)
@@ -412,10 +416,9 @@ def forward_group(xs, ys, vs, w: Weights | None, S, z):
     if z is None:
         return o, None, S, None
     before, z = _states(z, leaving, None, w)
-    below = (xs * before).sum(-1, keepdim=True)
+    below = torch.bmm(xs, before.mT)
     below = (below if w is None else below.mul_(w.into)).add_(P.sum(-1, keepdim=True))
-    over = inverse_of(below)
-    return o.mul_(over), over, S, z
+    return o, inverse_of(below), S, z
 
 
 def backward_group(xs, ys, vs, gs, cs, w: Weights | None, met, R, t):
@@ -448,9 +451,9 @@ def _forwards(q, k, v, shift_q, shift_k, real, decay, run, S, z, out, inverse, *
         for kept, state in zip(met, (S, z), strict=False):
             kept[i] = state
         o, over, S, z = forward_group(xs, ys, vs, _weights(decay, run, *at), S, z)
-        if over is not None:
+        if inverse is not None:
             put(inverse, *at, over)
-        put(out, *at, o)
+        put(out, *at, o, over)
     return S, z
 
 
@@ -498,8 +501,7 @@ def _cut_features(t, shift, real, at, feature, dtype):
 
 def inverse_of(below: Tensor) -> Tensor:
     """1 over it, zero where it is nothing."""
-    some = below.abs() >= LEAST[below.dtype]
-    return torch.where(some, 1 / torch.where(some, below, 1.0), 0.0)
+    return torch.where(below.abs() >= LEAST[below.dtype], below.reciprocal(), 0.0)
 
 
 class _Elu1(torch.autograd.Function):
@@ -604,12 +606,12 @@ class _Causal(torch.autograd.Function):
         (B, H, n, _), e = q.shape, v.shape[-1]
         run = None if code is None else torch.maximum(code, -1 - code)[:, None]
         given = in_rows(B, H, q, k, v, *_tokens(code, shift_q, shift_k), decay, run)
-        first = in_rows(B, H, S, z)
-        out, inverse = v.new_empty(B * H, n, e), None if z is None else v.new_empty(B * H, n, 1)
+        first, learns = in_rows(B, H, S, z), any(ctx.needs_input_grad)
+        out, inverse = v.new_empty(B * H, n, e), v.new_empty(B * H, n, 1) if learns and z is not None else None
         ctx.met, last = [], []
         for slab in slabs(*given, *first, out, inverse):
             states = [t for t in slab[8:10] if t is not None]
-            met = [t.new_empty(len(groups_of(slab[0])), *t.shape) for t in states] if any(ctx.needs_input_grad) else []
+            met = [t.new_empty(len(groups_of(slab[0])), *t.shape) for t in states] if learns else []
             last.append(_forwards(*slab, met=met, feature=feature))
             ctx.met.append(met)
         last = _joined(last, first)

@@ -174,7 +174,7 @@ def _forwards(q, k, v, length, out, inverse, *, maps, keep: bool) -> list[tuple[
         xs = _queries(cut(q, *at), maps[0])
         ys, w, s = _keys(cut(k, *at), cut(length, *at), maps[1], s)
         o, over, S, z = forward_group(xs, ys, cut(v, *at), w, S, z)
-        put(out, *at, o)
+        put(out, *at, o, over)
         put(inverse, *at, over)
     return met
 
