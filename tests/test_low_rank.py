@@ -169,6 +169,18 @@ def test_a_pack_may_be_longer_than_any_sequence_in_it():
             call(torch.tensor([0] * 11 + [1] * 9 + [-1] * 5))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_that_a_layer_leaves_side_by_side_are_mixed_alike_and_their_gradients_lie_as_they_do(batch):
+    attend = Linformer(20, 4, shared=False).double()
+    joined = draw(3, batch, 20, 2, 8)
+    split = [x.transpose(1, 2).requires_grad_() for x in joined]
+    apart = [x.detach().contiguous().requires_grad_() for x in split]
+    wanted, above = list(attend.parameters()), draw(batch, 2, 20, 8)
+    ours, theirs = (torch.autograd.grad(attend(*x), [*x, *wanted], above) for x in (split, apart))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    assert all(grad.stride() == x.stride() for grad, x in zip(ours, split, strict=False))
+
+
 # Nyström.
 
 
