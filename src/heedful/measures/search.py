@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in 
 GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
-GROUP = 1 << 23  # entries of formed heads that are measured side by side on a CPU: about what its cache holds
+GROUP = 1 << 23  # entries of formed heads that are measured side by side on a CPU: half of it, causal, fits a cache
 PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
 SETTLED = 0.03  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
 CAUTION = 3  # residuals understate the error of values with close neighbours: without it 9 % of real heads exceed 1 %
@@ -215,13 +215,13 @@ def measure(
         if min(n, m) <= EXACT:
             return _exact(dense)
         known = None if energy is None else energy.double().expand(batch).reshape(-1)
-        heads = _formed(dense.reshape(-1, n, m), known, goals, budget, failure, seed)
-        return _stack(heads, tuple(batch))
+        return _joined(_formed(dense.reshape(-1, n, m), known, goals, budget, failure, seed), tuple(batch))
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
     block = WIDE_BLOCK if op.device.type == "cpu" else GPU_BLOCK
-    return _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)[0]
+    [whole] = _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)
+    return replace(whole.profile, stopped=_in_words(whole.reasons))
 
 
 def pays_to_form(op: linalg.Linear) -> bool:
@@ -286,10 +286,17 @@ def _all_squares(dense: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b s"]:
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp(min=0)
 
 
+class _Part(NamedTuple):
+    """Heads that were done at the same time, by their place in the batch, and why they were."""
+
+    heads: Int[Tensor, " c"]
+    profile: Profile
+    reasons: list[str]
+
+
 def _formed(
     dense: Float[Tensor, "b n m"], energy: Tensor | None, goals: Sequence[Goal], budget: int, failure: float, seed: int
-) -> list[Profile]:
-    """One profile for each head."""
+) -> list[_Part]:
     b, n, m = dense.shape
     if energy is None:
         energy = torch.linalg.vector_norm(dense, dim=-1).double().square().sum(-1)
@@ -298,22 +305,25 @@ def _formed(
         dense = dense.mT
     if dense.device.type != "cpu":
         return _iterate(dense, energy, goals, budget, failure, seed, GPU_BLOCK)
-    parts = ceil(b / max(1, GROUP // (n * m)))
-    groups = zip(dense.tensor_split(parts), energy.tensor_split(parts), strict=True)
-    found = (_iterate(linalg.Trimmed(part), own, goals, budget, failure, seed, BLOCK) for part, own in groups)
-    return [profile for group in found for profile in group]
+    step = ceil(b / ceil(b / max(1, GROUP // (n * m))))
+    found = []
+    for at in range(0, b, step):
+        part = linalg.Trimmed(dense[at : at + step])
+        parts = _iterate(part, energy[at : at + step], goals, budget, failure, seed, BLOCK)
+        found += [part._replace(heads=part.heads + at) for part in parts]
+    return found
 
 
 def _iterate(
     op: linalg.Linear, energy: Tensor, goals: Sequence[Goal], budget: int, failure: float, seed: int, block: int
-) -> list[Profile]:
+) -> list[_Part]:
     """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach.
 
-    Matrices (b, n, m) give one profile for each, and those that are done drop out; an operator gives one for all.
+    Matrices (b, n, m) that are done drop out; the heads of an operator go on until the last one is.
     """
     search = _Search(op, energy.cpu(), budget, failure, seed, block)
     most, single = search.sketch.most, isinstance(op, Tensor | linalg.Trimmed)
-    found: dict[int, Profile] = {}
+    found: list[_Part] = []
     check = float(max(goal.first for goal in goals))
     if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them waits for all
         check = max(check, search.resolved)
@@ -329,15 +339,12 @@ def _iterate(
                 profile = search.profile()
         target, why = _target(goals, profile, width, search.resolved, most)
         done = torch.isinf(target) | search.sketch.full
-        if single:
-            for at in done.nonzero()[:, 0].tolist():
-                found[int(search.heads[at])] = search.finished(profile, at, why[at])
-            if bool(done.all()):
-                return [found[at] for at in range(len(found))]
-            if bool(done.any()):
-                search.keep((~done).nonzero()[:, 0])
-        elif bool(done.all()):
-            return [search.finished(profile, ..., _in_words(why))]
+        if bool(done.all()):
+            return [*found, _Part(search.heads, search.finished(profile, ...), why)]
+        if single and bool(done.any()):
+            out, on = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
+            found.append(_Part(search.heads[out], search.finished(profile, out), [why[at] for at in out.tolist()]))
+            search.keep(on)
         # Solving costs as much as growing by then: do it when there may be something to see.
         check = max(width * 1.5, width + block, min(2.0 * width, float(target.min())))
 
@@ -428,15 +435,15 @@ class _Search:
         residual = (self.energy - self.sketch.captured).clamp(min=0)
         return residual, torch.minimum(self.norm, residual)
 
-    def finished(self, profile: Profile, at: Any, stopped: str) -> Profile:
-        """One head, or all of them, where A is, with the best ceilings of single values, which no goal needs before."""
+    def finished(self, profile: Profile, at: Any) -> Profile:
+        """Some heads, where A is, with the best ceilings of single values, which no goal needs before."""
         assert self.ritz is not None
         _, norm = self._left_out()
         ritz = linalg.Ritz(self.ritz.squares[at], self.ritz.leaks[at], self.ritz.block, self.ritz.shares[at])
         arrays: dict[str, Any] = {name: x[at] for name, x in vars(profile).items() if isinstance(x, Tensor)}
         arrays["ceilings"] = linalg.ceilings(ritz, norm[at])
         device = self.sketch.op.device
-        return replace(profile, **{name: x.to(device) for name, x in arrays.items()}, stopped=stopped)
+        return replace(profile, **{name: x.to(device) for name, x in arrays.items()})
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
@@ -448,21 +455,23 @@ def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
     return torch.minimum(leaks, leaks.square() / gaps) / (2 * torch.maximum(squares, noise).clamp(min=tiny))
 
 
-def _stack(heads: list[Profile], batch: tuple[int, ...]) -> Profile:
-    """Heads measured one by one, as one; the sketches are as wide as the widest, NaN beyond their own width."""
-    widest = max(head.squares.shape[-1] for head in heads)
+def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
+    """All heads of a batch; the sketches are as wide as the widest, NaN beyond their own width."""
+    widest = max(part.profile.squares.shape[-1] for part in parts)
+    order = torch.cat([part.heads for part in parts]).argsort()
 
     def joined(name: str) -> Tensor:
-        parts = [getattr(head, name) for head in heads]
+        arrays = [getattr(part.profile, name) for part in parts]
         if name in ("squares", "ceilings", "errors"):
-            parts = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in parts]
-        return torch.stack(parts).reshape((*batch, *parts[0].shape))
+            arrays = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in arrays]
+        whole = torch.cat(arrays)[order] if len(arrays) > 1 else arrays[0]
+        return whole.reshape((*batch, *whole.shape[1:]))
 
     names = ("squares", "ceilings", "errors", "energy", "lower", "upper", "middle", "slack", "products")
     return Profile(
         **{name: joined(name) for name in names},
-        failure=max(head.failure for head in heads),
-        stopped=_in_words([head.stopped for head in heads]),
+        failure=max(part.profile.failure for part in parts),
+        stopped=_in_words([reason for part in parts for reason in part.reasons]),
     )
 
 
