@@ -1,6 +1,6 @@
 """What a scan costs beside eager attention with `output_attentions` and a dense SVD of every head.
 
-    python benchmarks/scan_cost.py [--model smollm2] [--length 1024] [--texts 20] [--dense-texts 20] [--threads 1]
+    python benchmarks/scan_cost.py [--model smollm2] [--length 1024] [--texts 20] [--dense-texts 20] [--threads 2]
 
 Each side runs in a process of its own, on the same texts: seconds for each text, on the clock and of the processor, and
 the peak of resident memory, whole and beyond what the loaded model takes. The dense side keeps all weights of one
@@ -29,8 +29,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--texts", type=int, default=20)
     parser.add_argument("--dense-texts", type=int)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--threads", type=int, help="of torch, on both sides; as many as it likes otherwise")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -51,7 +50,8 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
     from heedful.scan.texts import builtin
 
     quiet()
-    torch.set_num_threads(options.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     count = options.texts if options.side == "scan" else options.dense_texts or options.texts
     model, tokenizer = hf.load(options.model)
     texts = builtin(options.length, count)
@@ -62,6 +62,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
     rank = ours(options, model, tokenizer, texts) if options.side == "scan" else dense(options, model, tokenizer, texts)
     return {
         "texts": count,
+        "threads": torch.get_num_threads(),
         "seconds": (time.perf_counter() - clock) / count,
         "cpu": (time.process_time() - work) / count,
         "peak": peak(),
@@ -79,7 +80,7 @@ def ours(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> flo
     from heedful.hf import scan
 
     with tempfile.TemporaryDirectory() as folder:
-        found = scan(model, tokenizer, texts, lengths=[options.length], out=Path(folder) / "run", budget=options.budget)
+        found = scan(model, tokenizer, texts, lengths=[options.length], out=Path(folder) / "run")
         return float(found.mean("rank90").mean)
 
 
@@ -103,7 +104,7 @@ def dense(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> fl
 
 def table(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
     scan, dense = found["scan"], found["dense"]
-    print(f"{options.model}, {options.length} tokens, {options.threads} threads; for one text\n")
+    print(f"{options.model}, {options.length} tokens, {scan['threads']:.0f} threads; for one text\n")
     print("| | texts | seconds | CPU seconds | peak GiB | beyond the model | mean rank (.9) |")
     print("|---|---|---|---|---|---|---|")
     for name, row in (("heedful scan", scan), ("output_attentions + svdvals", dense)):

@@ -80,7 +80,10 @@ def orthonormal(
         fresh = torch.randn(x.shape[-2:], dtype=x.dtype, device=x.device, generator=generator)
         q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
         q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
-    return torch.linalg.qr((q.mT - (basis @ q).mT @ basis).mT)[0]
+    inside = basis @ q
+    q = (q.mT - inside.mT @ basis).mT
+    # What is left is orthonormal but for the square of what was inside.
+    return q if bool((inside.square().sum((-2, -1)) < torch.finfo(x.dtype).eps).all()) else torch.linalg.qr(q)[0]
 
 
 def orthonormal_by_products(
@@ -502,7 +505,8 @@ class _TrimmedAdjoint:
 
 def _trim(dense: Float[Tensor, "b n m"], start: int, stop: int) -> tuple[slice, slice, Tensor]:
     slab = dense[:, start:stop]
-    used = slab.abs().sum((0, 1)).nonzero()  # any takes three times as long
+    lines = slab.abs().flatten(0, 1)
+    used = (lines.mT @ lines.new_ones(len(lines))).nonzero()  # `sum` takes twice as long, `any` six times
     cols = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
     return slice(start, stop), cols, slab[..., cols]
 
