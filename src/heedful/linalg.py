@@ -442,18 +442,21 @@ def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n:
     places, sums = (torch.nn.functional.pad(x.cumsum(-1) - half * x, (1, 0)) for x in (many, energies))
     places = torch.cat([places, torch.full_like(left, n)], -1)
     sums = torch.cat([sums, energy[..., None]], -1)
-    ranks = torch.arange(1, n + 1, dtype=torch.float64).expand(*energy.shape, n)
-    steps = _between(places, sums, ranks.contiguous()).diff(dim=-1, prepend=torch.zeros_like(left))
+    steps = _at_ranks(places, sums, n).diff(dim=-1, prepend=torch.zeros_like(left))
     return steps.sort(-1, descending=True).values.cumsum(-1)
 
 
-def _between(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], at: Float[Tensor, "*b l"]) -> Float[Tensor, "*b l"]:
-    """The broken line through (x, y), x increasing, at some places; level beyond its ends."""
-    if x.shape[-1] == 1:
-        return y.expand_as(at)
-    right = torch.searchsorted(x, at).clamp(1, x.shape[-1] - 1)
+def _at_ranks(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], n: int) -> Float[Tensor, "*b n"]:
+    """The broken line through (x, y), x from 0 to n and increasing, at 1 … n.
+
+    Which two points a rank lies between is counted: to search for it, torch would wake all its threads.
+    """
+    after = (x.floor().long() + 1).clamp(max=n + 1)  # the first rank beyond each point
+    counts = torch.zeros(*x.shape[:-1], n + 2, dtype=torch.long).scatter_add(-1, after, torch.ones_like(after))
+    right = counts.cumsum(-1)[..., 1 : n + 1].clamp(1, x.shape[-1] - 1)
     x0, x1, y0, y1 = (values.gather(-1, index) for values in (x, y) for index in (right - 1, right))
-    return y0 + ((at - x0) / (x1 - x0).clamp(min=1e-30)).clamp(0, 1) * (y1 - y0)
+    ranks = torch.arange(1, n + 1, dtype=torch.float64)
+    return y0 + ((ranks - x0) / (x1 - x0).clamp(min=1e-30)).clamp(0, 1) * (y1 - y0)
 
 
 class Trimmed:
