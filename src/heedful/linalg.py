@@ -91,31 +91,19 @@ def orthonormal_by_products(
 ) -> tuple[Float[Tensor, "*b n p"], Bool[Tensor, "*b"]]:
     """The same by products alone, which a GPU is quick at, unlike Householder's many small steps; and where it is so.
 
-    Nothing here waits for the GPU. Where x has directions that are all rounding it is not orthonormal, nor finite
-    perhaps.
+    x R⁻¹ with RᵀR = xᵀx in float64, after a second projection. A part in `basis` that rounding left grows by the
+    condition of x, so where that is large, or a direction is all rounding, this does not do. Nothing waits for the GPU.
     """
-    q, lengths, shrunk = _by_cholesky(x)
-    q, _, again = _by_cholesky(q - basis.mT @ (basis @ q))
-    short = LOST * torch.finfo(x.dtype).eps * size
-    return q, (torch.minimum(shrunk, again) > 1e-3) & (lengths > short)
-
-
-def _by_cholesky(
-    x: Float[Tensor, "*b n p"],
-) -> tuple[Float[Tensor, "*b n p"], Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """x R⁻¹ with RᵀR = xᵀx; the shortest part of a column that the columns before it do not have, and its share of that
-    column. Both are NaN where R does not exist.
-
-    Orthonormal up to ε times the condition of x, so that a second time it is so up to ε.
-    """
-    inner = gram(x.mT, x.mT)
+    wide = (x - basis.mT @ (basis @ x)).double()
+    inner = wide.mT @ wide
     factor, failed = torch.linalg.cholesky_ex(inner, upper=True)
     lengths = factor.diagonal(dim1=-2, dim2=-1)
-    shares = lengths / inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    least = torch.maximum(
+        LOST * torch.finfo(x.dtype).eps * size[..., None], 1e-3 * inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    )
     identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device).expand_as(factor)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
-    none = torch.where(failed > 0, torch.nan, 0.0)
-    return x @ inverse.to(x.dtype), lengths.amin(-1) + none, shares.amin(-1) + none
+    return (wide @ inverse).to(x.dtype), (failed == 0) & (lengths > least).all(-1)
 
 
 class Ritz(NamedTuple):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Profile:
     products: Int[Tensor, "*b"]
     failure: float
     stopped: str
+    _ranks: dict[float, tuple[Tensor, Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -67,6 +68,11 @@ class Profile:
 
     def rank(self, tau: float) -> tuple[Int[Tensor, "*b"], Int[Tensor, "*b"], Int[Tensor, "*b"]]:
         """The effective rank at tau: lower bound, estimate, upper bound; 0 for a matrix of zeros."""
+        if tau not in self._ranks:
+            self._ranks[tau] = self._rank(tau)
+        return self._ranks[tau]
+
+    def _rank(self, tau: float) -> tuple[Int[Tensor, "*b"], Int[Tensor, "*b"], Int[Tensor, "*b"]]:
         target = tau * self.energy
         least = _first(self.upper, target - self.slack)
         most = _first(self.lower, target + self.slack)
