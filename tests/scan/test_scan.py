@@ -131,7 +131,8 @@ def test_models_with_two_sequences_or_images_are_scanned(name, tmp_path):
 def test_a_model_stops_after_its_last_attention_call():
     species = tiny.species("llama")
     model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
-    worker = Worker(model, None, None, Measuring(), "cpu", len(model.model.layers))
+    count = len(model.model.layers)
+    worker = Worker(model, None, None, Measuring(), "cpu", count, f"model.layers.{count - 1}.self_attn")
     once, ran = worker(unit), []
     hooks = [
         layer.mlp.register_forward_hook(lambda *_, at=at: ran.append(at)) for at, layer in enumerate(model.model.layers)
@@ -139,8 +140,16 @@ def test_a_model_stops_after_its_last_attention_call():
     again = worker(unit)
     for hook in hooks:
         hook.remove()
-    assert ran == list(range(len(model.model.layers) - 1))
+    assert ran == list(range(count - 1))
     assert [{**row, "seconds": 0} for row in once.rows] == [{**row, "seconds": 0} for row in again.rows]
+
+
+def test_a_text_with_other_calls_than_the_first_is_read_to_its_end():
+    species = tiny.species("llama")
+    model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
+    count = len(model.model.layers)
+    found = Worker(model, None, None, Measuring(), "cpu", count - 1, f"model.layers.{count - 1}.self_attn")(unit)
+    assert {row["layer"] for row in found.rows} == set(range(count))
 
 
 def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_path):

@@ -106,7 +106,7 @@ def scan(
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
         plan = _Plan(run, first.readings, None if second is None else second.readings, lengths, precision)
         tick = _Tick(progress, plan)
-        worker = partial(Worker, model, other, first.chosen, how, device, first.calls)
+        worker = partial(Worker, model, other, first.chosen, how, device, first.calls, first.ends)
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
         worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
         gpus = int(torch.device(device).type == "cuda")
@@ -145,6 +145,7 @@ class _Side:
         self.chosen = _chosen(setting.layers, len(layers))
         self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
         """After how many attention calls a run of the model ends."""
+        self.ends = layers[self.calls - 1]["name"]
         self.manifest = _manifest(model, name, layers, self.readings, setting)
         self.manifest["thumbnail_tokens"] = _tokens(tokenizer, self.readings[0])
 

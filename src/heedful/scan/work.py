@@ -39,6 +39,8 @@ class Result:
 class Worker:
     """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
 
+    count    of attention calls in a run of the model
+    ends     the name of the last one
     tick     told which part of the unit is done, after each layer
     memory   bytes that the process may take while it measures
     """
@@ -51,12 +53,13 @@ class Worker:
         how: Measuring,
         device: str,
         count: int,
+        ends: str,
         tick: Tick | None = None,
         memory: int | None = None,
     ):
         self.probe = hf.Probe(model.to(device))
         self.other = None if against is None else hf.Probe(against.to(device))
-        self.layers, self.how, self.device, self.count = layers, how, device, count
+        self.layers, self.how, self.device, self.count, self.ends = layers, how, device, count, ends
         self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
         self.kept = Kept()
@@ -127,7 +130,8 @@ class Worker:
                 rows.extend(self._row(unit, call, at, row, seconds) for row in found)
             if self.tick is not None:
                 self.tick((at + 1) / self.count)
-            if at == last:
+            # A text on which the model does otherwise than on the first one is read to its end.
+            if at == last and (self.layers is not None or call.name == self.ends):
                 raise hf.Enough
 
         probe(given, visit)
