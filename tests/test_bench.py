@@ -373,3 +373,13 @@ def test_the_gpu_table_shows_times_goals_floors_and_problems():
 def test_every_piece_of_gpu_work_has_a_row_of_its_own():
     keys = [(case.name, case.size) for case in gpu.GPU_CASES]
     assert len(set(keys)) == len(keys)
+
+
+def test_fresh_takes_again_what_is_asked_for_and_keeps_the_rest(tmp_path):
+    path, stamp = tmp_path / "rows.json", provenance(TINY)
+    Journal(path, ("entry",), stamp).add([{"entry": "a"}, {"entry": "b"}])
+    journal = Journal(path, ("entry",), stamp, fresh=True)
+    assert journal.find(entry="a") is None and journal.find(entry="b") is None
+    journal.add([{"entry": "a", "seconds": 1.0}])
+    assert journal.find(entry="a") is not None and journal.find(entry="b") is None
+    assert {row["entry"] for row in json.loads(path.read_text())} == {"a", "b"}

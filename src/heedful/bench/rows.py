@@ -80,13 +80,15 @@ class Journal:
 
     key     fields that tell one measurement from another
     stamp   the provenance of rows to come; those with another one stay in the file until they are taken again
+    fresh   rows with this stamp are to be taken again, too; those that are not asked for stay
     """
 
     def __init__(self, path: Path, key: tuple[str, ...], stamp: Mapping[str, Any], *, fresh: bool = False):
         self.path, self.key, self.stamp = path, key, dict(stamp)
         self._rows: dict[tuple, Row] = {}
-        if path.exists() and not fresh:
+        if path.exists():
             self._rows = {self._of(row): row for row in json.loads(path.read_text())}
+        self._again = set(self._rows) if fresh else set()
 
     def _of(self, row: Mapping[str, Any]) -> tuple:
         return tuple(row.get(field) for field in self.key)
@@ -96,6 +98,8 @@ class Journal:
         return [row for row in self._rows.values() if all(row.get(name) == self.stamp.get(name) for name in SAME)]
 
     def find(self, **key: Any) -> Row | None:
+        if self._of(key) in self._again:
+            return None
         row = self._rows.get(self._of(key))
         return row if row is not None and row in self.rows() else None
 
@@ -104,6 +108,7 @@ class Journal:
         date = datetime.now(UTC).isoformat(timespec="seconds")
         for row in rows:
             self._rows.pop(self._of(row), None)
+            self._again.discard(self._of(row))
             self._rows[self._of(row)] = {**row, **self.stamp, "date": date}
         self._save()
 

@@ -41,7 +41,7 @@ class Plan:
 
     only     cases and entries of the catalogue, by name; all where there is none
     sizes    lengths, instead of each table's own
-    fresh    forget rows that were taken before
+    fresh    take rows again that were taken before
 
     The memory table has one head: its figures are shares of the inputs, and long sequences shall fit.
     """
