@@ -107,13 +107,12 @@ def orthonormal_by_products(
 
 
 class Ritz(NamedTuple):
-    """θ_i², each at most σ_i²; the norms of their residuals; the rank that all residuals together have at most; and
-    the energy near each, as the random start tells."""
+    """What a sketch says of the first values."""
 
-    squares: Float[Tensor, "*b k"]
-    leaks: Float[Tensor, "*b k"]
-    block: int
-    shares: Float[Tensor, "*b k"]
+    squares: Float[Tensor, "*b k"]  # θ_i², each at most σ_i²
+    leaks: Float[Tensor, "*b k"]  # the norms of their residuals
+    block: int  # the rank that all residuals together have at most
+    shares: Float[Tensor, "*b k"]  # the energy near each, as the random start tells
 
 
 class Sketch:
@@ -502,9 +501,13 @@ def _trim(dense: Float[Tensor, "b n m"], start: int, stop: int) -> tuple[slice, 
     return slice(start, stop), cols, slab[..., cols]
 
 
+Matrices = Tensor | Trimmed
+"""A batch (b, n, m) that some heads can be taken out of, unlike an operator."""
+
+
 def taken(op: Linear, heads: Int[Tensor, " c"]) -> Linear:
-    """Some of the matrices of a batch (b, n, m)."""
-    if not isinstance(op, Tensor | Trimmed):
+    """Some of the heads."""
+    if not isinstance(op, Matrices):
         raise TypeError(f"{op!r}: heads can be taken out of matrices alone.")
     return op[heads] if isinstance(op, Tensor) else op.take(heads)
 

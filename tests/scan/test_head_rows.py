@@ -13,6 +13,7 @@ import zoo
 import heedful as h
 import heedful.hf as hf
 from heedful.hf.calls import Call
+from heedful.measures import search
 from heedful.scan import baseline, heads
 from heedful.scan.baseline import Baselines, logit_spreads
 from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
@@ -213,3 +214,19 @@ def test_one_head_and_one_token_will_do():
     call = random_call(1, 1.0, seed=0)
     row = rows_of(call, None, Measuring(), Baselines())[0]
     assert row["rank90"] == 1 and row["entropy"] == 0 and row["distance"] == 0
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_ranks_are_good_whether_heads_are_formed_or_not(formed, monkeypatch):
+    """Blocks are twice as wide where heads are not formed: as many products would be half the steps."""
+    monkeypatch.setattr(search, "EXACT", 0)
+    if not formed:
+        for module in (search, heads):
+            monkeypatch.setattr(module, "FORMED", 0)
+    call = random_call(600, 4.0, seed=3)
+    [row] = rows_of(call, None, Measuring(), Baselines())
+    squares = torch.linalg.svdvals(dense_of(call, 0)).square()
+    for name, tau in (("rank90", 0.9), ("rank95", 0.95)):
+        exact = int((squares.cumsum(0) < tau * squares.sum()).sum()) + 1
+        assert row[f"{name}_low"] <= exact <= row[f"{name}_high"]
+        assert abs(row[name] - exact) <= 0.05 * exact

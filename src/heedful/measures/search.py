@@ -225,8 +225,7 @@ def measure(
     if energy is None:
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
-    block = WIDE_BLOCK if op.device.type == "cpu" else GPU_BLOCK
-    [whole] = _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block)
+    [whole] = _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block_of(op))
     return replace(whole.profile, stopped=_in_words(whole.reasons))
 
 
@@ -235,6 +234,13 @@ def pays_to_form(op: linalg.Linear) -> bool:
     *batch, n, m = op.shape
     most = FORMED if op.device.type == "cpu" else FORMED_ON_GPU
     return (min(n, m) <= EXACT or n * m <= most) and prod(batch) * n * m <= HELD
+
+
+def block_of(op: AttentionOperator | Tensor) -> int:
+    """Columns of a block, by the route. A budget for n blocks of 16 is one for n blocks of 32 when it is doubled."""
+    if op.device.type != "cpu":
+        return GPU_BLOCK
+    return BLOCK if isinstance(op, Tensor) or pays_to_form(op) else WIDE_BLOCK
 
 
 def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
@@ -328,7 +334,7 @@ def _iterate(
     Matrices (b, n, m) that are done drop out; the heads of an operator go on until the last one is.
     """
     search = _Search(op, energy.cpu(), budget, failure, seed, block)
-    most, single = search.sketch.most, isinstance(op, Tensor | linalg.Trimmed)
+    most = search.sketch.most
     found: list[_Part] = []
     check = float(max(goal.first for goal in goals))
     if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them waits for all
@@ -339,6 +345,7 @@ def _iterate(
         if width < min(check, most):
             continue
         profile = search.profile()
+        # Where other goals need more columns anyway, a later glance bounds a smaller rest.
         if width >= min(search.resolved, most) or len(goals) == 1:
             lacking = [~goal.reached(profile) & goal.lacks_ceiling(profile) for goal in goals]
             if search.glance(torch.stack(lacking).any(0)):
@@ -347,7 +354,7 @@ def _iterate(
         done = torch.isinf(target) | search.sketch.full
         if bool(done.all()):
             return [*found, _Part(search.heads, search.finished(profile, ...), why)]
-        if single and bool(done.any()):
+        if isinstance(op, linalg.Matrices) and bool(done.any()):
             out, on = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
             found.append(_Part(search.heads[out], search.finished(profile, out), [why[at] for at in out.tolist()]))
             search.keep(on)
@@ -403,7 +410,7 @@ class _Search:
             return False
         self.glanced, self.sent = self.sketch.width, self.sent + 1
         op, basis, at = self.sketch.op, self.sketch.basis, None
-        if isinstance(op, Tensor | linalg.Trimmed) and not bool(heads.all()):
+        if isinstance(op, linalg.Matrices) and not bool(heads.all()):
             at = heads.nonzero()[:, 0]
             op, basis = linalg.taken(op, at.to(op.device)), basis[at.to(op.device)]
         largest = linalg.Probes(op, basis, PROBES, self.seed + self.sent).largest(GLANCE)

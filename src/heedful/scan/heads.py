@@ -32,7 +32,7 @@ from heedful.measures import (
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, pattern_of
 from heedful.measures.rows import checked_sums, over_rows
-from heedful.measures.search import FORMED
+from heedful.measures.search import BLOCK, FORMED, block_of
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
@@ -50,13 +50,18 @@ class Measuring:
     """How heads are measured.
 
     values   singular values to record
-    budget   products to spend on one head's spectrum: more narrows the bounds of its rank (docs/measures.md); they
-             leave nothing to chance
+    budget   products to spend on one head's spectrum, in blocks of 16, and as many blocks where they are wider: more
+             narrows the bounds of its rank (docs/measures.md), which leave nothing to chance
     """
 
     seed: int = 0
     values: int = 32
     budget: int = BUDGET
+
+    def spectrum(self, op: AttentionOperator | Tensor, k: int, energy: Tensor | None = None) -> Spectrum:
+        """The first k values, and what they and the rest tell of the effective ranks."""
+        budget = self.budget * block_of(op) // BLOCK
+        return spectrum(op, k, tau=(0.9, 0.95), energy=energy, budget=budget, failure=0, seed=self.seed)
 
 
 class Kept:
@@ -115,7 +120,7 @@ def _measured(
     k = min(how.values, *op.shape[-2:])
     matrix = matrix_of(op, dense if sums.left else None)
     pattern = pattern_of(asked, sums, down if sums.left else _column_sums(op, matrix))
-    found = spectrum(matrix, k, tau=(0.9, 0.95), energy=energy, budget=how.budget, failure=0, seed=how.seed)
+    found = how.spectrum(matrix, k, energy)
     columns = {
         **_of_spectrum(found),
         **_of_rows(sums),

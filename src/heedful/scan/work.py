@@ -13,7 +13,7 @@ from torch import nn
 import heedful
 from heedful import hf
 from heedful.hf.calls import Call
-from heedful.measures import effective_rank, spectrum
+from heedful.measures import effective_rank
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import Baselines
 from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
@@ -178,7 +178,7 @@ def apart(one: Call, two: Call, how: Measuring) -> list[Row]:
     rows: list[Row] = []
     for at, end in together(one):
         op = difference(one.part(at, end).operator().float(), two.part(at, end).operator().float())
-        found = spectrum(op, 1, tau=(0.9, 0.95), budget=how.budget, failure=0, seed=how.seed)
+        found = how.spectrum(op, 1)
         r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
         columns = {
             **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
