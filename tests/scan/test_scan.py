@@ -109,7 +109,7 @@ def test_chosen_layers_are_those_of_the_whole_scan_and_the_model_stops_there(mod
     finally:
         hook.remove()
     assert timeless(first).equals(timeless(whole).filter(pl.col("layer") == 0))
-    assert len(ran) == 5  # the survey and the two runs of its check, the two of the worker's check, and no more
+    assert len(ran) == 3  # the survey and the two runs of its check, and no more
     with pytest.raises(Refused, match="this model makes 2 attention calls"):
         scan(model, None, texts, layers=[2], out=tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -132,7 +132,7 @@ def test_a_model_stops_after_its_last_attention_call():
     species = tiny.species("llama")
     model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
     count = len(model.model.layers)
-    worker = Worker(model, None, None, Measuring(), "cpu", count, f"model.layers.{count - 1}.self_attn")
+    worker = Worker(hf.Probe(model), None, None, Measuring(), "cpu", count, f"model.layers.{count - 1}.self_attn")
     once, ran = worker(unit), []
     hooks = [
         layer.mlp.register_forward_hook(lambda *_, at=at: ran.append(at)) for at, layer in enumerate(model.model.layers)
@@ -148,7 +148,9 @@ def test_a_text_with_other_calls_than_the_first_is_read_to_its_end():
     species = tiny.species("llama")
     model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
     count = len(model.model.layers)
-    found = Worker(model, None, None, Measuring(), "cpu", count - 1, f"model.layers.{count - 1}.self_attn")(unit)
+    found = Worker(hf.Probe(model), None, None, Measuring(), "cpu", count - 1, f"model.layers.{count - 1}.self_attn")(
+        unit
+    )
     assert {row["layer"] for row in found.rows} == set(range(count))
 
 
@@ -315,6 +317,8 @@ def test_kills_at_random_moments_lose_nothing(model, tmp_path):
         ([{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "a batch of 2, expected one text"),
         ([{"input_ids": torch.ones(1, 3, dtype=torch.long)}], {"lengths": [3]}, "give no lengths"),
         ([{}], {}, "without a tensor"),
+        ([[1, 2, 99]], {}, "token ids from 1 to 99, expected 0 to 60"),
+        ([[]], {}, "no token ids"),
         (["w1 w2"], {"lengths": [1]}, "expected numbers of tokens, 2 or more"),
         (["w1 w2"], {"layers": []}, "expected numbers from 0"),
         (["w1 w2"], {"precision": 5.0}, "expected a share of the mean"),
@@ -326,6 +330,14 @@ def test_what_will_not_do_is_told_before_anything_is_measured(model, tmp_path, t
     with pytest.raises(ValueError, match=said):
         scan(model, tiny.tokenizer(), texts, out=tmp_path / "run", **options)
     assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_token_ids_may_stand_in_a_list(model, tmp_path):
+    texts = tiny.ids(1, 24)
+    one, two = (scan(model, None, x, out=tmp_path / str(i)) for i, x in enumerate((texts, [texts[0].tolist()])))
+    assert timeless(one).equals(timeless(two))
+    with pytest.raises(TypeError, match="one is a set, expected a string, token ids"):
+        scan(model, None, [{"words"}], out=tmp_path / "no")
 
 
 def test_one_text_is_not_a_list_of_letters(model):

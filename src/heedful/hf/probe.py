@@ -63,6 +63,10 @@ class Probe:
         self.check_tokens = check_tokens
         self._checked: set[tuple] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process, perhaps on another machine, everything is checked again."""
+        return {**vars(self), "_checked": set()}
+
     def __call__(self, inputs: Mapping[str, Any], visit: Visit) -> None:
         """Run the model on these inputs and call `visit` with each `Call`, in the order in which layers run.
 

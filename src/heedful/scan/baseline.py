@@ -15,6 +15,7 @@ Only where matrices are formed (`measures.search.FORMED`): beyond, a random head
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from math import ceil, floor, log, sqrt
 
@@ -54,6 +55,7 @@ class Baselines:
     def __init__(self, *, seed: int = 0, values: int = 32, budget: int = BUDGET):
         self.seed, self.values, self.budget = seed, values, budget
         self._nodes: dict[tuple, Baseline] = {}
+        self._lock = threading.Lock()  # what one thread measures, the others wait for instead of doing it again
 
     def of(self, n: int, m: int, pattern: Pattern, width: int, spread: float) -> Baseline | None:
         """The random head of this shape whose logits have this standard deviation."""
@@ -66,9 +68,10 @@ class Baselines:
 
     def _node(self, n: int, m: int, pattern: Pattern, width: int, at: int) -> Baseline:
         key = (n, m, pattern, width, at)
-        if key not in self._nodes:
-            self._nodes[key] = self.measured(n, m, pattern, width, RATIO**at)
-        return self._nodes[key]
+        with self._lock:
+            if key not in self._nodes:
+                self._nodes[key] = self.measured(n, m, pattern, width, RATIO**at)
+            return self._nodes[key]
 
     def measured(self, n: int, m: int, pattern: Pattern, width: int, spread: float) -> Baseline:
         """The mean of DRAWS random heads, by the library's own measures."""

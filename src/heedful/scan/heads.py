@@ -92,10 +92,17 @@ def rows_of(
     kept    by calls that follow one another
     """
     kept = Kept() if kept is None else kept
-    found = [
-        row for start, stop in together(call) for row in _measured(call.part(start, stop), tokens, how, baselines, kept)
+    return [row for part in together(call) for row in rows_of_part(call, part, tokens, how, baselines, kept)]
+
+
+def rows_of_part(
+    call: Call, part: tuple[int, int], tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept
+) -> list[dict[str, Any]]:
+    """Those of the heads from part[0] to before part[1]."""
+    return [
+        {"head": head, **row}
+        for head, row in enumerate(_measured(call.part(*part), tokens, how, baselines, kept), part[0])
     ]
-    return [{"head": at, **row} for at, row in enumerate(found)]
 
 
 def together(call: Call) -> list[tuple[int, int]]:

@@ -106,7 +106,8 @@ def scan(
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
         plan = _Plan(run, first.readings, None if second is None else second.readings, lengths, precision)
         tick = _Tick(progress, plan)
-        worker = partial(Worker, model, other, first.chosen, how, device, first.calls, first.ends)
+        probes = first.probe, None if second is None else second.probe
+        worker = partial(Worker, *probes, first.chosen, how, device, first.calls, first.ends)
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
         worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
         gpus = int(torch.device(device).type == "cuda")
@@ -141,7 +142,8 @@ class _Side:
         self.readings = read(
             model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond
         )
-        layers = survey(hf.Probe(model), _short(self.readings[0], setting.device))
+        self.probe = hf.Probe(model)
+        layers = survey(self.probe, _short(self.readings[0], setting.device))
         self.chosen = _chosen(setting.layers, len(layers))
         self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
         """After how many attention calls a run of the model ends."""

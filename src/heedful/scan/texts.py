@@ -18,7 +18,7 @@ from heedful.hf import Refused
 from heedful.hf.prose import check_reach
 from heedful.shapes import Tensor
 
-Text = str | Tensor | Mapping[str, Any]
+Text = str | Tensor | Sequence[int] | Mapping[str, Any]
 PASSAGE = 2048  # tokens that each passage that comes with heedful has at least
 
 
@@ -106,7 +106,7 @@ def read(
     if titles is not None and len(titles) != len(texts):
         raise ValueError(f"titles: {len(titles)} for {len(texts)} texts.")
     found = []
-    for at, text in enumerate(texts):
+    for at, text in enumerate(map(_as_tensor, texts)):
         title = titles[at] if titles is not None else _title(text, at)
         try:
             inputs = {length: _encoded(model, tokenizer, text, length, beyond) for length in lengths or [0]}
@@ -116,11 +116,26 @@ def read(
     return found
 
 
-def _title(text: Text, at: int) -> str:
+def _as_tensor(text: Text) -> str | Tensor | Mapping[str, Any]:
+    """Token ids in a list are a tensor; everything else is as it was."""
+    if isinstance(text, str | Tensor | Mapping):
+        return text
+    try:
+        return torch.tensor(text, dtype=torch.long if not len(text) else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"texts: one is a {type(text).__name__}, expected a string, token ids, or a dictionary of what the model "
+            "takes."
+        ) from error
+
+
+def _title(text: str | Tensor | Mapping[str, Any], at: int) -> str:
     return " ".join(text.split())[:48] if isinstance(text, str) and text.strip() else f"input {at}"
 
 
-def _encoded(model: nn.Module, tokenizer: Any, text: Text, length: int, beyond: bool) -> dict[str, Any]:
+def _encoded(
+    model: nn.Module, tokenizer: Any, text: str | Tensor | Mapping[str, Any], length: int, beyond: bool
+) -> dict[str, Any]:
     if isinstance(text, str):
         return _of_string(model, tokenizer, text, length, beyond)
     if isinstance(text, Tensor):
@@ -178,7 +193,7 @@ def _of_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _digest(text: Text) -> str:
+def _digest(text: str | Tensor | Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
     if isinstance(text, str):
         digest.update(text.encode())

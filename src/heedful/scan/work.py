@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 import heedful
 from heedful import hf
+from heedful.hf import Refused
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
+from heedful.scan.heads import Kept, Measuring, rows_of_part, thumbnail, together
 from heedful.scan.memory import limited
+from heedful.scan.team import Job, Team
 from heedful.scan.texts import Unit
 from heedful.shapes import Tensor
 
@@ -36,6 +39,19 @@ class Result:
     thumbnails: list[Row]
 
 
+class _Own(threading.local):
+    """What each thread keeps for itself."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+
+
+Part = tuple[int, int]
+"""Heads from the first to before the second."""
+Look = Callable[[int, Call], Callable[[Part], list[Row]]]
+"""What else to do about a call, by its number: a function of some of its heads, to be run when they are measured."""
+
+
 class Worker:
     """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
 
@@ -47,8 +63,8 @@ class Worker:
 
     def __init__(
         self,
-        model: nn.Module,
-        against: nn.Module | None,
+        model: hf.Probe,
+        against: hf.Probe | None,
         layers: tuple[int, ...] | None,
         how: Measuring,
         device: str,
@@ -57,29 +73,34 @@ class Worker:
         tick: Tick | None = None,
         memory: int | None = None,
     ):
-        self.probe = hf.Probe(model.to(device))
-        self.other = None if against is None else hf.Probe(against.to(device))
+        self.probe, self.other = model, against
+        for probe in (model, against):
+            if probe is not None:
+                probe.model.to(device)
         self.layers, self.how, self.device, self.count, self.ends = layers, how, device, count, ends
         self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        self.kept = Kept()
+        # A GPU does one thing after the other in any case.
+        self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 1)
+        self.own = _Own()
 
     def __call__(self, unit: Unit) -> Result:
-        with limited(self.memory):
+        with limited(self.memory), self.team.at_work():
             return self._all(unit)
 
     def _all(self, unit: Unit) -> Result:
         kept: dict[int, Call] = {}
-        pictures: list[Row] = []
 
-        def look(at: int, call: Call) -> None:
+        def look(at: int, call: Call) -> Callable[[Part], list[Row]]:
             if self.other is not None:
                 kept[at] = replace(call, v=call.v[..., :0])
-            if unit.first:
-                heads = range(call.heads)
-                pictures.extend({"layer": at, "head": head, **thumbnail(call.part(head, head + 1))} for head in heads)
+            if not unit.first:
+                return _nothing
+            return lambda part: [
+                {"layer": at, "head": head, **thumbnail(call.part(head, head + 1))} for head in range(*part)
+            ]
 
-        rows = self._measure(self.probe, unit, unit.inputs, look, self.count)
+        rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.count)
         other: list[Row] = []
         delta: list[Row] = []
         if self.other is not None:
@@ -87,33 +108,30 @@ class Worker:
             same = _same(unit.inputs, unit.other)
             energies = {(row["layer"], row["head"]): row["energy"] for row in rows}
 
-            def compare(at: int, call: Call) -> None:
+            def compare(at: int, call: Call) -> Callable[[Part], list[Row]]:
                 mine = kept.pop(at, None)
-                if same and mine is not None and _alike(mine, call):
-                    found = apart(mine, call, self.how)
-                    key = {"text": unit.text, "length": rows[0]["length"], "layer": at}
-                    delta.extend(
-                        {**key, **row, "relative": (row["energy"] / energies[at, row["head"]]) ** 0.5} for row in found
-                    )
+                if not same or mine is None or not _alike(mine, call):
+                    return _nothing
+                key = {"text": unit.text, "length": rows[0]["length"], "layer": at}
+                return lambda part: [
+                    {**key, **row, "relative": (row["energy"] / energies[at, row["head"]]) ** 0.5}
+                    for row in apart(mine, call, part, self.how)
+                ]
 
-            other = self._measure(self.other, unit, unit.other, compare)
+            other, delta = self._measure(self.other, unit, unit.other, compare)
         return Result(unit, rows, other, delta, pictures)
 
     def _measure(
-        self,
-        probe: hf.Probe,
-        unit: Unit,
-        inputs: dict[str, Any],
-        look: Callable[[int, Call], None],
-        count: int | None = None,
-    ) -> list[Row]:
-        """Rows of the chosen layers; the model stops after the last one, of `count` calls where that is known.
+        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
+    ) -> tuple[list[Row], list[Row]]:
+        """Rows of the chosen layers, and what `look` gave; the model stops after the last one, of `count` calls where
+        that is known.
 
         What a model does after its last call, the probe has seen when it checked inputs of this form.
         """
         given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         tokens = given.get("input_ids")
-        rows: list[Row] = []
+        jobs: list[Job[tuple[list[Row], list[Row]]]] = []
         last = max(self.layers) if self.layers is not None else None if count is None else count - 1
         at = -1
 
@@ -121,13 +139,10 @@ class Worker:
             nonlocal at
             at += 1
             if self.layers is None or at in self.layers:
-                start = perf_counter()
                 n, m = call.q.shape[-2], call.k.shape[-2]
-                ids = tokens if tokens is not None and n == m == tokens.shape[-1] else None
-                found = rows_of(call, None if ids is None else ids[:, None], self.how, self.baselines, self.kept)
-                look(at, call)
-                seconds = (perf_counter() - start) / call.heads
-                rows.extend(self._row(unit, call, at, row, seconds) for row in found)
+                ids = tokens[:, None] if tokens is not None and n == m == tokens.shape[-1] else None
+                measure = partial(self._part, unit, call, at, tokens=ids, more=look(at, call), written=_writes(call))
+                jobs.extend(self.team.hand(partial(measure, part)) for part in together(call))
             if self.tick is not None:
                 self.tick((at + 1) / self.count)
             # A text on which the model does otherwise than on the first one is read to its end.
@@ -135,7 +150,29 @@ class Worker:
                 raise hf.Enough
 
         probe(given, visit)
-        return rows
+        found = [job.result() for job in jobs]
+        return [row for rows, _ in found for row in rows], [row for _, looked in found for row in looked]
+
+    def _part(
+        self,
+        unit: Unit,
+        call: Call,
+        layer: int,
+        part: Part,
+        tokens: Tensor | None,
+        more: Callable[[Part], list[Row]],
+        written: list[int],
+    ) -> tuple[list[Row], list[Row]]:
+        start = perf_counter()
+        found = rows_of_part(call, part, tokens, self.how, self.baselines, self.own.kept)
+        looked = more(part)
+        if _writes(call) != written:
+            raise Refused(
+                f"{call.name}: the model writes over queries or keys that are still being measured. Likely cause: "
+                "arithmetic in place in its own code; scan with a single thread (torch.set_num_threads(1))."
+            )
+        seconds = (perf_counter() - start) / len(found)
+        return [self._row(unit, call, layer, row, seconds) for row in found], looked
 
     def _row(self, unit: Unit, call: Call, layer: int, row: Row, seconds: float) -> Row:
         return {
@@ -173,21 +210,27 @@ def survey(probe: hf.Probe, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def apart(one: Call, two: Call, how: Measuring) -> list[Row]:
-    """ΔA = A₁ − A₂ of every head: its norm and effective rank, from products with the two."""
-    rows: list[Row] = []
-    for at, end in together(one):
-        op = difference(one.part(at, end).operator().float(), two.part(at, end).operator().float())
-        found = how.spectrum(op, 1)
-        r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
-        columns = {
-            **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
-            **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
-            **{"energy": found.energy, "sigma1": found.values[..., 0]},
-        }
-        lists = {name: x[0].tolist() for name, x in columns.items()}
-        rows += [{"head": at + i, **{name: x[i] for name, x in lists.items()}} for i in range(end - at)]
-    return rows
+def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
+    """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
+    op = difference(one.part(*part).operator().float(), two.part(*part).operator().float())
+    found = how.spectrum(op, 1)
+    r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
+    columns = {
+        **{"rank90": r90.estimate, "rank90_low": r90.lower, "rank90_high": r90.upper},
+        **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
+        **{"energy": found.energy, "sigma1": found.values[..., 0]},
+    }
+    lists = {name: x[0].tolist() for name, x in columns.items()}
+    return [{"head": head, **{name: x[i] for name, x in lists.items()}} for i, head in enumerate(range(*part))]
+
+
+def _writes(call: Call) -> list[int]:
+    """How often what the weights are made from was written to."""
+    return [x._version for x in (call.q, call.k, call.bias) if x is not None]
+
+
+def _nothing(part: Part) -> list[Row]:
+    return []
 
 
 def difference(a: AttentionOperator, b: AttentionOperator) -> AttentionOperator:
