@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked import tiles as scheduler
-from heedful.kernels.blocked.tiles import Keys, Tile, pick, tiles, with_axes
+from heedful.kernels.blocked.tiles import Keys, Tile, pick, size_on, tiles, with_axes
 from heedful.kernels.dispatch import as_given
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
@@ -156,7 +155,8 @@ class Work:
 
     def _most(self) -> int:
         """Scores of the largest tile, or more: pages that no tile touches cost nothing, another buffer does."""
-        return min(prod(self.batch) * min(self.n, scheduler.ROWS) * self.m, scheduler.BUDGET)
+        most = size_on(self.q.device)
+        return min(prod(self.batch) * min(self.n, most.rows) * self.m, most.scores)
 
     def product(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """x @ y, in a buffer."""

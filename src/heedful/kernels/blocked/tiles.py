@@ -5,7 +5,7 @@ sees whole rows (no running maximum, no second pass), and work follows the patte
 window of w visits b·(b + w) scores, whatever the length.
 
 A block of queries is halved while that saves enough of its work (a single global token must not make its
-neighbours dense), and a tile never holds more than BUDGET scores, so memory does not depend on the length.
+neighbours dense), and a tile never holds more scores than its device is given, so memory does not depend on the length.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf, prod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,22 @@ from heedful.patterns import Full, Pattern, Span
 from heedful.segments import Layout, Segments, resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
-ROWS = 128  # queries in a tile: enough for the matrix unit, few enough that a window's corners cost little
 FEWEST = 16  # fewer queries than this are not worth a call of their own
 WORTH = 0.7  # halve a block of queries when the halves need less than this share of its work
+ROWS = 128  # queries in a tile: enough for the matrix unit, few enough that a window's corners cost little
 BUDGET = 1 << 21  # scores in a tile: 8 MiB in float32
+ROWS_ON_GPU, BUDGET_ON_GPU = 512, 1 << 26  # 256 MiB: enough work to hide what a launch costs
+
+
+class Size(NamedTuple):
+    """Of the largest tile."""
+
+    rows: int
+    scores: int
+
+
+def size_on(device: torch.device) -> Size:
+    return Size(ROWS, BUDGET) if device.type == "cpu" else Size(ROWS_ON_GPU, BUDGET_ON_GPU)
 
 
 class Mask:
@@ -65,6 +78,14 @@ class Keys:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def last(self) -> int:
+        return int(self.index[-1])
+
+    def before(self, key: int) -> int:
+        """How many are less than this one."""
+        return int(torch.searchsorted(self.index, key))
 
     @property
     def is_interval(self) -> bool:
@@ -137,24 +158,25 @@ def tiles(
 ) -> Iterator[Tile]:
     """Tiles that together hold every allowed pair, each pair once. Queries that see no key may be in no tile."""
     layout = Layout(*(with_axes(x, len(batch), 1) for x in resolve(segments, n, m, device)))
-    if segments is not None and 0 < prod(batch) * n * m <= BUDGET:
+    most = size_on(device)
+    if segments is not None and 0 < prod(batch) * n * m <= most.scores:
         yield _everything(pattern, layout)
         return
     axes = max((axis + 1 for x in layout for axis in range(len(batch)) if x.shape[axis] > 1), default=0)
     last = _LastMask()
     for outer in product(*(range(size) for size in batch[:axes])):
         ids = Layout(*(pick(x, outer).reshape(-1) for x in layout))
-        blocks = _blocks(pattern, n, m) if segments is None else _segment_blocks(pattern, ids)
+        blocks = _blocks(pattern, n, m, most.rows) if segments is None else _segment_blocks(pattern, ids, most.rows)
         for lo, hi, cols in blocks:
             inner = axes
-            while inner < len(batch) and prod(batch[inner:]) * (hi - lo) * len(cols) > BUDGET:
+            while inner < len(batch) and prod(batch[inner:]) * (hi - lo) * len(cols) > most.scores:
                 inner += 1
-            step = min(hi - lo, max(1, BUDGET // len(cols)))
+            step = min(hi - lo, max(1, most.scores // len(cols)))
             for start in range(lo, hi, step):
                 rows = slice(start, min(start + step, hi))
                 i, j = ids.query_positions[rows, None], ids.key_positions[cols.index]
                 if segments is None:
-                    mask, clear = last(pattern, i, j)
+                    mask, clear = last(pattern, start + m - n, cols, i, j)
                 else:
                     mask, clear = _segment_mask(pattern, ids, rows, cols, i, j), 0
                 for index in product(*(range(size) for size in batch[axes:inner])):
@@ -186,12 +208,15 @@ class _LastMask:
         self.shape: tuple[int, ...] | None = None
         self.mask: Mask | None = None
 
-    def __call__(self, pattern: Pattern, i: Tensor, j: Tensor) -> tuple[Mask | None, int]:
-        """The mask of a tile, and how many keys lie before those that it is about."""
+    def __call__(self, pattern: Pattern, first: int, cols: Keys, i: Tensor, j: Tensor) -> tuple[Mask | None, int]:
+        """The mask of a tile, and how many keys lie before those that it is about.
+
+        first   the position of its first query, which a GPU need not be asked for
+        """
         if isinstance(pattern, Full):
             return None, 0
-        first, clear = int(i[0]), int(torch.searchsorted(j, pattern.clear_until(int(i[0]))))
-        shape = len(i), len(j) - clear, first - int(j[-1])
+        clear = cols.before(pattern.clear_until(first))
+        shape = len(i), len(j) - clear, first - cols.last
         repeats = pattern.repeats_from is not None and first >= pattern.repeats_from
         if not repeats or shape != self.shape:
             self.mask = Mask(pattern.allows(i, j[clear:]))
@@ -204,7 +229,7 @@ def _segment_mask(pattern: Pattern, ids: Layout, rows: slice, cols: Keys, i, j) 
     return Mask(pattern.allows(i, j) & (here == ids.key_ids[cols.index]) & (here >= 0))
 
 
-def _blocks(pattern: Pattern, n: int, m: int) -> Iterator[tuple[int, int, Keys]]:
+def _blocks(pattern: Pattern, n: int, m: int, rows: int) -> Iterator[tuple[int, int, Keys]]:
     """Blocks of queries [lo, hi) with the keys they may see, by the pattern's own intervals."""
 
     def split(lo: int, hi: int, spans: list[Span]):
@@ -219,16 +244,16 @@ def _blocks(pattern: Pattern, n: int, m: int) -> Iterator[tuple[int, int, Keys]]
         if spans:
             yield lo, hi, Keys(_rounded(spans, m))
 
-    for lo in range(0, n, ROWS):
-        hi = min(lo + ROWS, n)
+    for lo in range(0, n, rows):
+        hi = min(lo + rows, n)
         yield from split(lo, hi, pattern.spans(lo + m - n, hi + m - n, m))
 
 
-def _segment_blocks(pattern: Pattern, ids: Layout) -> Iterator[tuple[int, int, Keys]]:
+def _segment_blocks(pattern: Pattern, ids: Layout, rows: int) -> Iterator[tuple[int, int, Keys]]:
     """Blocks of queries with the keys of their segments that the pattern may let them see."""
     n, longest = len(ids.query_ids), int(ids.key_positions.max()) + 1 if len(ids.key_ids) else 0
-    for lo in range(0, n, ROWS):
-        hi = min(lo + ROWS, n)
+    for lo in range(0, n, rows):
+        hi = min(lo + rows, n)
         here = ids.query_ids[lo:hi]
         where = ids.query_positions[lo:hi][here >= 0]
         if not len(where):

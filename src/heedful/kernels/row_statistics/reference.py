@@ -15,9 +15,8 @@ from math import inf, prod
 
 import torch
 
-from heedful.kernels.blocked import tiles as scheduler
 from heedful.kernels.blocked.reference import RowFunction, Work, put_tile
-from heedful.kernels.blocked.tiles import Tile, pick, with_axes
+from heedful.kernels.blocked.tiles import Tile, pick, size_on, with_axes
 from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
@@ -86,7 +85,7 @@ def by_blocks(
     out = RowSums.blank(tuple(batch), n, request, wide, device, softmax=False)
     if 0 in shape:
         return out
-    step = max(1, min(n, scheduler.BUDGET // (prod(batch) * m)))
+    step = max(1, min(n, size_on(device).scores // (prod(batch) * m)))
     axes = len(batch)
     request = _prepared(request, pattern, wide)
     query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
