@@ -25,9 +25,8 @@ time on launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
-from math import acosh, cosh, log, pi, sqrt
+from math import acosh, cosh, inf, log, pi, sqrt
 from typing import NamedTuple, Protocol
 
 import torch
@@ -365,41 +364,49 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
     known = torch.minimum(known, sums[..., -1:])
     norm = torch.minimum(norm, residual)[..., None]
     best = torch.minimum(known + torch.minimum(ranks * norm, residual[..., None]), total)
-    for count, level, coupling in _splits(ritz, norm):
-        before = torch.minimum(ranks, count)
-        bound = sums.gather(-1, before) + (ranks - before) * level + sqrt(ritz.block) * coupling
-        best = torch.minimum(best, bound)
-        gained = coupling.square() / (ritz.squares - level).clamp(min=0)  # infinite, or 0 / 0, where θ² ≤ s
-        best[..., :k] = torch.fmin(best[..., :k], sums[..., 1:] + gained)
+    cut = _cuts(ritz, norm)
+    before = torch.minimum(ranks, cut.above)
+    whole = sums[..., None, :].expand(*cut.above.shape[:-1], -1)
+    bounds = whole.gather(-1, before) + (ranks - before) * cut.level + sqrt(ritz.block) * cut.coupling
+    best = torch.minimum(best, bounds.amin(-2))
+    best[..., :k] = torch.minimum(best[..., :k], sums[..., 1:] + cut.gained)
     return best
 
 
 def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
-    """Upper bounds of each σ_i² by the same splits: no eigenvalue moves by more than the coupling's norm.
+    """Upper bounds of each σ_i² by the same cuts: no eigenvalue moves by more than the coupling's norm.
 
     >>> ceilings(Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2, torch.zeros(2)), torch.tensor(2.0)).tolist()
     [4.0, 2.0]
     """
     norm = norm[..., None]
-    best = ritz.squares + norm
-    for _, level, coupling in _splits(ritz, norm):
-        best = torch.minimum(best, torch.maximum(ritz.squares, level) + coupling)
-        best = torch.fmin(best, ritz.squares + coupling.square() / (ritz.squares - level).clamp(min=0))
-    return best
+    cut = _cuts(ritz, norm)
+    moved = (torch.maximum(ritz.squares[..., None, :], cut.level) + cut.coupling).amin(-2)
+    return torch.minimum(torch.minimum(moved, ritz.squares + norm), ritz.squares + cut.gained)
 
 
-SPLITS = 8  # places at which the Ritz values are cut in two, and the best of the bounds taken
+CUTS = 8  # places at which the Ritz values are cut in two, and the best of the bounds taken
 
 
-def _splits(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For a few a: how many of the first a Ritz values stand above s, s itself, and the Frobenius norm of C_a."""
-    k = ritz.squares.shape[-1]
-    below = torch.nn.functional.pad(ritz.squares, (0, 1))
-    leaked = torch.nn.functional.pad(ritz.leaks.square().cumsum(-1), (1, 0))
-    for a in sorted({-(-k * part // SPLITS) for part in range(1, SPLITS + 1)}):
-        inside, outside = leaked[..., a : a + 1], leaked[..., -1:] - leaked[..., a : a + 1]
-        level = torch.maximum(below[..., a : a + 1], norm) + outside.clamp(min=0).sqrt()
-        yield (ritz.squares[..., :a] >= level).sum(-1, keepdim=True), level, inside.sqrt()
+class _Cuts(NamedTuple):
+    """The first a Ritz values and all else, for CUTS different a."""
+
+    level: Float[Tensor, "*b c 1"]  # s
+    above: Int[Tensor, "*b c 1"]  # how many of the first a stand above it
+    coupling: Float[Tensor, "*b c 1"]  # the Frobenius norm of C_a
+    gained: Float[Tensor, "*b k"]  # ‖C_a‖² / (θ_i² − s), the least of them; infinite where no cut has θ_i² > s
+
+
+def _cuts(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> _Cuts:
+    squares, k = ritz.squares[..., None, :], ritz.squares.shape[-1]
+    places = torch.tensor(sorted({-(-k * part // CUTS) for part in range(1, CUTS + 1)}))
+    below = torch.nn.functional.pad(ritz.squares, (0, 1))[..., places]
+    leaked = ritz.leaks.square().cumsum(-1)
+    inside = leaked[..., places - 1]
+    level = (torch.maximum(below, norm) + (leaked[..., -1:] - inside).clamp(min=0).sqrt())[..., None]
+    above = ((squares >= level) & (torch.arange(k) < places[:, None])).sum(-1, keepdim=True)
+    gained = torch.where(squares > level, inside[..., None] / (squares - level), inf).amin(-2)
+    return _Cuts(level, above, inside.sqrt()[..., None], gained)
 
 
 def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:

@@ -337,8 +337,9 @@ def _iterate(
     most = search.sketch.most
     found: list[_Part] = []
     check = float(max(goal.first for goal in goals))
-    if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them waits for all
+    if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them as much as half of them all
         check = max(check, search.resolved)
+        check = check if most > 1.5 * check else most
     while True:
         search.sketch.grow()
         width = search.sketch.width

@@ -28,18 +28,21 @@ FEWEST = 16  # fewer queries than this are not worth a call of their own
 WORTH = 0.7  # halve a block of queries when the halves need less than this share of its work
 ROWS = 128  # queries in a tile: enough for the matrix unit, few enough that a window's corners cost little
 BUDGET = 1 << 21  # scores in a tile: 8 MiB in float32
-ROWS_ON_GPU, BUDGET_ON_GPU = 512, 1 << 26  # 256 MiB: enough work to hide what a launch costs
 
 
 class Size(NamedTuple):
-    """Of the largest tile."""
+    """Of tiles: the most queries, the fewest that are worth a call of their own, the most scores."""
 
     rows: int
+    fewest: int
     scores: int
 
 
+ON_GPU = Size(512, 128, 1 << 26)  # 256 MiB: enough work to hide what a launch costs
+
+
 def size_on(device: torch.device) -> Size:
-    return Size(ROWS, BUDGET) if device.type == "cpu" else Size(ROWS_ON_GPU, BUDGET_ON_GPU)
+    return Size(ROWS, FEWEST, BUDGET) if device.type == "cpu" else ON_GPU
 
 
 class Mask:
@@ -166,7 +169,7 @@ def tiles(
     last = _LastMask()
     for outer in product(*(range(size) for size in batch[:axes])):
         ids = Layout(*(pick(x, outer).reshape(-1) for x in layout))
-        blocks = _blocks(pattern, n, m, most.rows) if segments is None else _segment_blocks(pattern, ids, most.rows)
+        blocks = _blocks(pattern, n, m, most) if segments is None else _segment_blocks(pattern, ids, most.rows)
         for lo, hi, cols in blocks:
             inner = axes
             while inner < len(batch) and prod(batch[inner:]) * (hi - lo) * len(cols) > most.scores:
@@ -229,12 +232,12 @@ def _segment_mask(pattern: Pattern, ids: Layout, rows: slice, cols: Keys, i, j) 
     return Mask(pattern.allows(i, j) & (here == ids.key_ids[cols.index]) & (here >= 0))
 
 
-def _blocks(pattern: Pattern, n: int, m: int, rows: int) -> Iterator[tuple[int, int, Keys]]:
+def _blocks(pattern: Pattern, n: int, m: int, size: Size) -> Iterator[tuple[int, int, Keys]]:
     """Blocks of queries [lo, hi) with the keys they may see, by the pattern's own intervals."""
 
     def split(lo: int, hi: int, spans: list[Span]):
         middle = (lo + hi) // 2
-        if hi - lo >= 2 * FEWEST:
+        if hi - lo >= 2 * size.fewest:
             first, second = (pattern.spans(a + m - n, b + m - n, m) for a, b in ((lo, middle), (middle, hi)))
             halves = (middle - lo) * _size(first) + (hi - middle) * _size(second)
             if halves < WORTH * (hi - lo) * _size(spans):
@@ -244,8 +247,8 @@ def _blocks(pattern: Pattern, n: int, m: int, rows: int) -> Iterator[tuple[int, 
         if spans:
             yield lo, hi, Keys(_rounded(spans, m))
 
-    for lo in range(0, n, rows):
-        hi = min(lo + rows, n)
+    for lo in range(0, n, size.rows):
+        hi = min(lo + size.rows, n)
         yield from split(lo, hi, pattern.spans(lo + m - n, hi + m - n, m))
 
 
