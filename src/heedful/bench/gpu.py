@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -249,15 +250,21 @@ def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: R
     }
 
 
+LONG = 1.0  # seconds of a call that one measurement tells: a median would take a minute
+
+
 def _time(call: Callable[[], object]) -> dict[str, Any]:
     from triton.testing import do_bench
 
     call()  # compiles
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before, start = torch.cuda.memory_allocated(), perf_counter()
     torch.cuda.reset_peak_memory_stats()
     call()
-    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize()
+    peak, seconds = torch.cuda.max_memory_allocated() - before, perf_counter() - start
+    if seconds > LONG:
+        return {"milliseconds": 1e3 * seconds, "device_milliseconds": 1e3 * seconds, "peak_bytes": peak}
     median = do_bench(call, warmup=20, rep=100, return_mode="median")
     return {"milliseconds": median, "device_milliseconds": _device_time(call), "peak_bytes": peak}
 
