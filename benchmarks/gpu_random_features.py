@@ -29,10 +29,10 @@ from triton.testing import do_bench
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from heedful.kernels.random_features import reference  # noqa: E402
+from heedful.kernels.random_features import launches, reference  # noqa: E402
 from heedful.kernels.random_features import triton as fused  # noqa: E402
 
-Config = fused.Config
+Config = launches.Config
 START = time.time()
 
 
@@ -125,18 +125,18 @@ CHECKS = {
 
 
 def check_one(case, split=True):
-    fused.SPLIT = split
+    launches.SPLIT = split
     case = dict(case)
     causal = case.pop("causal", True)
     inputs, options = draw(**case)
     q, _, v = inputs
     do = torch.randn(*q.shape[:3], v.shape[-1], device="cuda")
     options["causal"] = causal
-    usual, fused.empty = fused.empty, poisoned
+    usual, launches.empty = launches.empty, poisoned
     try:
         got, again = (run(fused.random_features, inputs, do, **options) for _ in range(2))
     finally:
-        fused.empty, fused.SPLIT = usual, True
+        launches.empty, launches.SPLIT = usual, True
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     want = run(exact, [x.detach().double().requires_grad_() for x in inputs], do, **wide)
     mine, theirs = errors(got, want), errors(run(naive, inputs, do, **options), want)
@@ -239,17 +239,17 @@ CANDIDATES = {
 
 
 def configured(block, configs):
-    fused.config = lambda low, widest: (block, configs)
+    launches.config = lambda low, widest: (block, configs)
 
 
 def usual(block):
-    return dict.fromkeys(fused.LAUNCHES, Config(64, 8 if block == 128 else 4, 2))
+    return dict.fromkeys(launches.LAUNCHES, Config(64, 8 if block == 128 else 4, 2))
 
 
 def recorded(inputs, options, launching=True) -> list:
     """What `Plan.launch` and `Plan.join` were called with in a forward and backward pass."""
     calls = []
-    real, real_join = fused.Plan.launch, fused.Plan.join
+    real, real_join = launches.Plan.launch, launches.Plan.join
 
     def noted(plan, name, *args, **constants):
         calls.append((name, plan, args, constants))
@@ -260,12 +260,12 @@ def recorded(inputs, options, launching=True) -> list:
         calls.append(("join", plan, args, {}))
         return real_join(plan, *args) if launching or not plan.causal else args[1:3]
 
-    fused.Plan.launch, fused.Plan.join = noted, joined
+    launches.Plan.launch, launches.Plan.join = noted, joined
     try:
         o = fused.random_features(*inputs, **options)
         torch.autograd.grad(o, inputs, torch.randn_like(o))
     finally:
-        fused.Plan.launch, fused.Plan.join = real, real_join
+        launches.Plan.launch, launches.Plan.join = real, real_join
     return calls
 
 
@@ -290,7 +290,7 @@ def by_launch(inputs, options) -> dict:
 
 def tune() -> dict:
     table = {}
-    before = fused.config
+    before = launches.config
     for (block, causal), candidates in CANDIDATES.items():
         inputs, options = draw(H=16, n=65536)
         options["causal"] = causal
@@ -298,7 +298,7 @@ def tune() -> dict:
         configured(block, usual(block))
         calls = recorded(inputs, options)
         best = {}
-        for name in fused.LAUNCHES:
+        for name in launches.LAUNCHES:
             seen = {}
             for candidate in candidates:
                 try:
@@ -315,9 +315,9 @@ def tune() -> dict:
         configured(block, best)
         f, fb, peak = forward_and_both(inputs, options, 60)
         table[kind] = dict(forward_ms=f, both_ms=fb, peak_GiB=peak, best={x: tuple(y) for x, y in best.items()})
-        text = ", ".join(f"{x}=Config({y.split}, {y.warps}, {y.stages})" for x, y in best.items())
+        text = ", ".join(f"{x}=Config({y.features}, {y.warps}, {y.stages})" for x, y in best.items())
         print(f"{kind:20s} best {f:.3f} / {fb:.3f} ms {peak:.2f} GiB: dict({text})", flush=True)
-        fused.config = before
+        launches.config = before
     return table
 
 
@@ -404,7 +404,7 @@ def warm(share, of, tuning) -> None:
 
     if tuning:
         for (block, causal), candidates in CANDIDATES.items():
-            every = [(name, x) for x in candidates for name in fused.LAUNCHES]
+            every = [(name, x) for x in candidates for name in launches.LAUNCHES]
             attempt(lambda block=block, causal=causal, every=every: tried(block, causal, every[share::of]))
         return
     tasks = [lambda x=x: check_one(x) for x in CORE.values()] + [lambda x=x: work(**x) for x in WORK.values()]

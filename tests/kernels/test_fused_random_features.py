@@ -29,14 +29,14 @@ def _triton_form():
 
 def small(low, widest):
     """A configuration in which a few dozen tokens make several blocks."""
-    form = _triton_form()
-    return 32, dict.fromkeys(form.LAUNCHES, form.Config(64 if low else 32, 4, 1))
+    launches = _triton_form().launches
+    return 32, dict.fromkeys(launches.LAUNCHES, launches.Config(64 if low else 32, 4, 1))
 
 
 def shrink(form, monkeypatch):
-    monkeypatch.setattr(form, "config", small)
-    monkeypatch.setattr(form, "GROUP", 2)
-    monkeypatch.setattr(form, "LEVELS", 4)
+    monkeypatch.setattr(form.launches, "config", small)
+    monkeypatch.setattr(form.launches, "GROUP", 2)
+    monkeypatch.setattr(form.launches, "LEVELS", 4)
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -45,7 +45,7 @@ def form(request, monkeypatch):
         yield reference
         return
     form = _triton_form()
-    monkeypatch.setattr(form, "empty", poisoned)
+    monkeypatch.setattr(form.launches, "empty", poisoned)
     shrink(form, monkeypatch)
     with nullcontext() if ON_GPU else within_bounds():
         yield form
@@ -222,7 +222,7 @@ def test_what_is_kept_of_a_projection_follows_it(monkeypatch):
         with h.backend("torch"):
             want = attend(q, k, v)
         assert distance(attend(q, k, v), want) < 2e-5
-        return form.PADDED[phi.linear_logs().query_weight][-1]
+        return form.launches.PADDED[phi.linear_logs().query_weight][-1]
 
     first = changed()
     assert changed() is first
@@ -246,8 +246,8 @@ def test_reads_outside_a_tensor_are_seen():
     form = _triton_form()
     maxima, levels = torch.zeros(1, 4), torch.zeros(1, 5)
     with within_bounds():
-        form._levels[(1,)](maxima, levels, 4, GROUP=16)
+        form.programs.levels[(1,)](maxima, levels, 4, GROUP=16)
         assert torch.equal(levels, torch.tensor([[-torch.inf, 0, 0, 0, 0]]))
         for few, many in ((maxima[:, :3], levels), (maxima, levels[:, :4])):
             with pytest.raises(Exception, match="outside every tensor"):
-                form._levels[(1,)](few, many, 4, GROUP=16)
+                form.programs.levels[(1,)](few, many, 4, GROUP=16)

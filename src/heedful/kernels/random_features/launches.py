@@ -1,0 +1,201 @@
+"""How the kernels are laid out and launched: the table of configurations, what a call's launches share."""
+
+from __future__ import annotations
+
+from math import log2
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from heedful.kernels import launching
+from heedful.kernels.kept import kept
+from heedful.kernels.launching import INTERPRETED, over, power
+from heedful.kernels.random_features import programs
+
+
+class Config(NamedTuple):
+    """Of one launch: features at a time, warps, stages."""
+
+    features: int
+    warps: int
+    stages: int
+
+
+LAUNCHES = ("peaks", "states", "outputs", "adjoints", "queries", "dk", "dv")
+PARTED = ("states", "adjoints")  # one program for each few features; the others walk over them
+# Tokens a block, and the configuration of each launch. The first is what gpu_random_features.py --tune found on an
+# H200, the others go by registers and spills, compiled for sm_90. The key is the widest of d and e (up to it) and the
+# operands.
+CONFIGS = {
+    (64, "bf16"): (
+        128,
+        dict(
+            peaks=Config(64, 8, 2),
+            states=Config(128, 8, 1),
+            outputs=Config(64, 8, 3),
+            adjoints=Config(128, 8, 2),
+            queries=Config(64, 8, 3),
+            dk=Config(64, 8, 3),
+            dv=Config(64, 8, 3),
+        ),
+    ),
+    (128, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 2))),
+    (256, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 1))),
+    (64, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+    (128, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+    (256, "fp32"): (16, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+}
+PARTS = 512  # partial sums over all keys in flight, where nothing is causal
+SPLIT = True  # W as a sum of two bfloat16
+GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan takes at a time
+LEVELS = 1024  # blocks of which the levels are found at a time
+
+
+def config(low: bool, widest: int) -> tuple[int, dict[str, Config]]:
+    """Tokens a block, and each launch by its name."""
+    return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
+
+
+def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
+    """Every output and workspace is born here, so that a test can fill it with NaN first."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def tokens_like(shape, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, heads, n, width) in the memory order of `like`: heads before tokens, or tokens before heads."""
+    B, h, n, w = shape
+    if like.stride(1) < like.stride(2):
+        return empty((B, n, h, w), like, dtype).transpose(1, 2)
+    return empty(shape, like, dtype)
+
+
+class Plan:
+    """What the launches for inputs of one kind share: sizes, constants, the compiled kernels."""
+
+    def __init__(self, q, v, weight, curvature, causal, biased):
+        self.B, self.H, self.n, self.d = q.shape
+        self.KV, self.m, self.e = v.shape[1:]
+        self.causal, self.biased = causal, biased
+        self.half = curvature * log2(torch.e) / 2
+        low = q.dtype == torch.bfloat16
+        # Rows of 128 bytes at least: with narrower operands of wgmma, what Triton 3.6 and 3.7 compile may read shared
+        # memory where there is none (its issues 10573 and 11366).
+        least = 64 if low else 32
+        self.D, self.M, self.E = (max(least, power(x)) for x in (self.d, weight.shape[-1], self.e))
+        widest = max(self.D, self.E)
+        self.block, self.configs = config(low, widest)
+        self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)
+        # the interpreter's dot does not know bfloat16
+        self.operand = torch.bfloat16 if low and not INTERPRETED else torch.float32
+        self.shared = dict(
+            WEIGHTS=weight.shape[0],
+            CAUSAL=causal,
+            SPLIT=SPLIT and low,
+            OPERAND=tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
+            PRECISION="tf32" if q.dtype == torch.float16 else "tf32x3" if widest < 256 else "ieee",
+            EVEN_N=self.n % self.block == self.m % self.block == 0,
+            EVEN_D=self.d == self.D,
+            EVEN_E=self.e == self.E,
+            BLOCK=self.block,
+            D=self.D,
+            M=self.M,
+            E=self.E,
+            H=self.H,
+            KV=self.KV,
+        )
+        self.ready: dict = {}
+
+    def span(self, name, n, rows) -> int:
+        """Tokens a chunk: one block where causal, else as many as leave enough chunks."""
+        if self.causal:
+            return self.block
+        chunks = max(1, PARTS // (self.B * rows * self.parts(name)))
+        return over(over(n, chunks), self.block) * self.block
+
+    def parts(self, name) -> int:
+        return over(self.M, self.configs[name].features)
+
+    def launch(self, name, kernel, blocks, rows, pointers, numbers, key=(), **constants):
+        """By the compiled kernel itself from the second time on; `key` is what the plan's own does not cover."""
+
+        def describe():
+            features, warps, stages = self.configs[name]
+            every = {**self.shared, "R": min(self.M, features), **constants}
+            own = {x: every[x] for x in kernel.arg_names if x in every}
+            grid = blocks * (self.parts(name) if name in PARTED else 1), self.B * rows
+            return kernel, grid, numbers, own, dict(num_warps=warps, num_stages=stages)
+
+        launching.launch(self.ready, (name, key, tuple(constants.items())), pointers, describe)
+
+    def find_levels(self, maxima, levels) -> None:
+        """The running maximum before each block, and after the last."""
+
+        def describe():
+            return programs.levels, (self.B * self.KV,), (self.blocks_k,), dict(GROUP=LEVELS), dict(num_warps=4)
+
+        launching.launch(self.ready, "levels", (maxima, levels), describe)
+
+    def room(self, rows, chunks, like) -> tuple[Tensor, Tensor]:
+        """For the states of all chunks: one more than chunks where causal, and only then in the operands' precision."""
+        chunks, dtype = (chunks + 1, self.operand) if self.causal else (chunks, torch.float32)
+        return empty((self.B, rows, chunks, self.E, self.M), like, dtype), empty((self.B, rows, chunks, self.M), like)
+
+    def join(self, rows, slots, sums, levels, reverse) -> tuple[Tensor, Tensor]:
+        """The states before (or after) each block, in place; where nothing is causal, the state of all."""
+        if not self.causal:
+            return slots.sum(2).to(self.operand), sums.sum(2)
+        for name, x, width, tile in (("slots", slots, self.E * self.M, TILE), ("sums", sums, self.M, 32)):
+            constants = dict(G=rows // self.KV, REVERSE=reverse, GROUP=GROUP, TILE=tile)
+
+            def describe(width=width, tile=tile, constants=constants):
+                grid, numbers = (over(width, tile), self.B * rows), (slots.shape[2] - 1, width)
+                # one warp, so that a thread has all blocks of its numbers
+                return programs.scan, grid, numbers, constants, dict(num_warps=1, num_stages=3)
+
+            launching.launch(self.ready, (name, rows, reverse), (x, levels), describe)
+        return slots, sums
+
+
+PLANS: dict = {}
+
+
+def plan_for(q, k, v, key_bias, weight, curvature, causal) -> Plan:
+    """One plan for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
+    tensors = [x for x in (q, k, v, key_bias) if x is not None]
+    key: tuple = (q.shape, v.shape, weight.shape, q.dtype, q.device, curvature, causal, SPLIT, config)
+    key += tuple(x.stride() for x in tensors) + tuple(x.data_ptr() % 16 == 0 for x in tensors)
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= 1024:
+            PLANS.clear()
+        plan = PLANS[key] = Plan(q, v, weight, curvature, causal, key_bias is not None)
+    return plan
+
+
+PADDED = WeakIdKeyDictionary()
+BIASES = WeakIdKeyDictionary()
+
+
+def padded(weight: Tensor, plan: Plan) -> Tensor:
+    """W to base 2 as (heads, 2, D, M) operands: W rounded, and what the rounding left."""
+
+    def make():
+        wide = weight.detach().float() * log2(torch.e)
+        wide = torch.nn.functional.pad(wide, (0, plan.M - wide.shape[-1], 0, plan.D - wide.shape[-2]))
+        high = wide.to(plan.operand)
+        return torch.stack([high, (wide - high.float()).to(plan.operand)], 1)
+
+    return kept(PADDED, (weight,), (plan.D, plan.M, plan.operand), make)
+
+
+def biases(bias: Tensor | None, weight: Tensor, plan: Plan) -> Tensor:
+    """c to base 2, −∞ for the features beyond the last."""
+
+    def make():
+        own = weight.new_zeros(weight.shape[0], weight.shape[-1]) if bias is None else bias.detach()
+        return torch.nn.functional.pad(own.float() * log2(torch.e), (0, plan.M - own.shape[-1]), value=-torch.inf)
+
+    return kept(BIASES, (weight if bias is None else bias,), (bias is None, plan.M), make)
