@@ -6,67 +6,44 @@
     keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  one query head after another
     adjoint     the same walk, dv alone:            Aᵀ y = pᵀ y
 
-Both walks are those of triton_forward.py, the second by the intervals of the keys. No atomics: a first key that every
+Both walks are those of triton_walk.py, the second by the intervals of the keys. No atomics: a first key that every
 query sees is walked in parts, which are added up in a fixed order.
 """
 
-# ruff: noqa: SIM102, SIM108 (a compile-time condition and a run-time one stay two ifs)
+# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from heedful.kernels.softmax.triton_forward import (
+from heedful.kernels.arithmetic import exp2
+from heedful.kernels.softmax.triton_walk import (
     LENGTHS,
     NOWHERE,
-    capped,
     cut,
-    exp2,
+    edge_tile,
+    numbers,
+    prefix_tile,
+    prefix_tiles,
     reach_of,
     read,
-    sees,
+    scores,
     share,
-    takes_part,
     write,
 )
 
 
 @triton.jit
 def _add_keys(
-    q,
-    do,
-    lse,
-    delta,
-    dq,
-    start,
-    seen,
-    real,
-    k,
-    v,
-    sk_n,
-    sv_n,
-    scale,
-    cap,
-    d,
-    e,
-    in_d,
-    in_e,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, do, lse, delta, dq, start, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+    TILE: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """dq gains the part of one tile of keys."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     values = read(v, start, sv_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
-    x = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    if CAPPED:
-        x = capped(x * scale, cap)
-        scale = 1.0
+    x, scale = scores(q, keys, scale, cap, PRECISION, CAPPED)
     p = exp2(x * scale - lse[:, None])
     if MASKED:
         p = tl.where(seen, p, 0.0)
@@ -79,68 +56,15 @@ def _add_keys(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "sdq_part"])
 def queries(
-    q,
-    k,
-    v,
-    o,
-    do,
-    lse,
-    delta,
-    dq,
-    rows,
-    keys,
-    sq_b,
-    sq_g,
-    sq_p,
-    sq_n,
-    sk_b,
-    sk_g,
-    sk_n,
-    sv_b,
-    sv_g,
-    sv_n,
-    so_b,
-    so_g,
-    so_p,
-    so_n,
-    sdo_b,
-    sdo_g,
-    sdo_p,
-    sdo_n,
-    sdq_b,
-    sdq_g,
-    sdq_p,
-    sdq_n,
-    sdq_part,
-    rows_b,
-    rows_g,
-    keys_b,
-    keys_g,
-    n,
-    m,
-    d,
-    e,
-    skip,
-    stop,
-    blocks,
-    scale,
-    cap,
-    factor,
-    G,
-    P,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, k, v, o, do, lse, delta, dq, rows, keys,
+    sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, so_b, so_g, so_p, so_n, sdo_b, sdo_g, sdo_p, sdo_n,
+    sdq_b, sdq_g, sdq_p, sdq_n, sdq_part,
+    rows_b, rows_g, keys_b, keys_g,
+    n, m, d, e, skip, stop, blocks, scale, cap, factor, G, P,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """dq and δ of queries [skip, stop) of every head."""
     block = blocks - 1 - tl.program_id(0) % blocks
     rest = tl.program_id(0) // blocks
@@ -182,21 +106,15 @@ def queries(
 
     if PREFIX:
         if part == 0:
-            for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
-                at = base + t * PREFIX
-                j = at + tl.arange(0, PREFIX)
-                real = takes_part(keys, j, m, SEGMENTS)
-                seen = real[None, :] & (j[None, :] < end[:, None])
+            for t in range(0, prefix_tiles(base, end, PREFIX)):
+                at, _, seen, real = prefix_tile(t, base, end, keys, m, PREFIX, SEGMENTS)
                 acc = _add_keys(
                     query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
                     PREFIX, True, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
-        at = first + tl.where(t < left, t, t - left + right) * TILE
-        j = at + tl.arange(0, TILE)
-        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
-        real = takes_part(keys, j, m, SEGMENTS)
+        at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
         acc = _add_keys(
             query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, True, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
@@ -214,55 +132,22 @@ def queries(
 
 @triton.jit
 def _add_queries(
-    k,
-    v,
-    dk,
-    dv,
-    start,
-    seen,
-    real,
-    q,
-    do,
-    lse,
-    delta,
-    sq_n,
-    sdo_n,
-    scale,
-    cap,
-    d,
-    e,
-    in_d,
-    in_e,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    DK: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    k, v, dk, dv, start, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e, in_d, in_e,
+    TILE: tl.constexpr, MASKED: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """dk and dv gain the part of one tile of queries."""
     within = tl.arange(0, TILE)
     query = read(q, start, sq_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     dout = read(do, start, sdo_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
-    if MASKED:
-        level = tl.load(lse + start + within, mask=real, other=float("inf"))
-    else:
-        level = tl.load(lse + start + within)
-    x = tl.dot(k, tl.trans(query), input_precision=PRECISION)
-    if CAPPED:
-        x = capped(x * scale, cap)
-        scale = 1.0
+    level = numbers(lse, start, within, real, float("inf"), MASKED)
+    x, scale = scores(k, query, scale, cap, PRECISION, CAPPED)
     p = exp2(x * scale - level[None, :])
     if MASKED:
         p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(OPERAND), dout, dv, input_precision=PRECISION)
     if DK:
-        if MASKED:
-            dot = tl.load(delta + start + within, mask=real, other=0.0)
-        else:
-            dot = tl.load(delta + start + within)
+        dot = numbers(delta, start, within, real, 0.0, MASKED)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = p * (dp - dot[None, :])
         if CAPPED:
@@ -273,68 +158,15 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "sdk_part", "sdv_part"])
 def keys(
-    q,
-    k,
-    v,
-    do,
-    lse,
-    delta,
-    dk,
-    dv,
-    rows,
-    keys,
-    sq_b,
-    sq_g,
-    sq_p,
-    sq_n,
-    sk_b,
-    sk_g,
-    sk_n,
-    sv_b,
-    sv_g,
-    sv_n,
-    sdo_b,
-    sdo_g,
-    sdo_p,
-    sdo_n,
-    sdk_b,
-    sdk_g,
-    sdk_n,
-    sdk_part,
-    sdv_b,
-    sdv_g,
-    sdv_n,
-    sdv_part,
-    rows_b,
-    rows_g,
-    keys_b,
-    keys_g,
-    n,
-    m,
-    d,
-    e,
-    skip,
-    stop,
-    blocks,
-    scale,
-    cap,
-    factor,
-    G,
-    P,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    DK: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, k, v, do, lse, delta, dk, dv, rows, keys,
+    sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, sdo_b, sdo_g, sdo_p, sdo_n, sdk_b, sdk_g, sdk_n,
+    sdk_part, sdv_b, sdv_g, sdv_n, sdv_part,
+    rows_b, rows_g, keys_b, keys_g,
+    n, m, d, e, skip, stop, blocks, scale, cap, factor, G, P,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """dk and dv, or dv alone, of keys [skip, stop) of every head of keys."""
     block = tl.program_id(0) % blocks  # the first keys of a causal pattern are seen by most
     rest = tl.program_id(0) // blocks
@@ -376,21 +208,16 @@ def keys(
             if part == 0:
                 # a limit to the right makes the prefix of each key begin elsewhere: mask by its own beginning
                 begin = tl.load(keys + 2 * m + j, mask=here, other=NOWHERE)
-                for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
-                    at = base + t * PREFIX
-                    i = at + tl.arange(0, PREFIX)
-                    real = takes_part(rows, i, n, SEGMENTS)
-                    seen = real[None, :] & (i[None, :] < end[:, None]) & (i[None, :] >= begin[:, None])
+                for t in range(0, prefix_tiles(base, end, PREFIX)):
+                    at, i, seen, real = prefix_tile(t, base, end, rows, n, PREFIX, SEGMENTS)
+                    seen = seen & (i[None, :] >= begin[:, None])
                     acc_k, acc_v = _add_queries(
                         key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
                         in_d, in_e, PREFIX, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                     )  # fmt: skip
         begin_t, finish = share(left + total - right, part, PARTS)
         for t in range(begin_t, finish):
-            at = first + tl.where(t < left, t, t - left + right) * TILE
-            i = at + tl.arange(0, TILE)
-            seen = sees(i, lo, hi, late, until, PREFIX, SEGMENTS)
-            real = takes_part(rows, i, n, SEGMENTS)
+            at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, rows, n, TILE, PREFIX, SEGMENTS)
             acc_k, acc_v = _add_queries(
                 key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
                 in_d, in_e, TILE, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,

@@ -1,15 +1,12 @@
 """Softmax attention in Triton: the walk of a block of queries over its keys.
 
     q, k, v     (B, G, P, n, d), (B, G, m, d), (B, G, m, e): P query heads share a head of keys
-    walk        keys [min lo, max hi) of the block in tiles, and the prefix in narrower ones; tiles that every query
-                sees whole carry no mask
     score       x = scale · log₂e · q·k, or with a cap c · tanh(x / c)
     softmax     online: peak ← max,  mass ← mass · 2^(old − new) + Σ 2^(x − peak)
     out         o = acc / mass, lse = peak + log₂ mass (base 2; +∞ for a query that sees nothing, whose o is 0)
     sink        a logit without a value: the walk begins with peak = sink, mass = 1
 
-Which keys a query sees stands in four numbers a query (reach.py), read from memory: nothing is compiled for a length,
-a window or a pattern. Each element is written by one program in a fixed order: runs are bit-equal.
+How it walks is in triton_walk.py. Each element is written by one program in a fixed order: runs are bit-equal.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
@@ -19,134 +16,31 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.arithmetic import exp2
-from heedful.kernels.softmax import reach
-
-NOWHERE = tl.constexpr(reach.NOWHERE)
-
-
-@triton.jit
-def capped(x, cap):
-    """cap · tanh(x / cap), by one power of two."""
-    fall = exp2(tl.abs(x) * (-2.8853900817779268 / cap))  # exp(−2 |x| / cap)
-    size = cap * (1.0 - fall) / (1.0 + fall)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr):
-    """Rows start + rows of a matrix; those that are not real, and columns from `width` on, are zero and not read."""
-    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
-    if MASKED:
-        if EVEN:
-            return tl.load(at, mask=real[:, None], other=0.0)
-        return tl.load(at, mask=real[:, None] & (columns[None, :] < width), other=0.0)
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=columns[None, :] < width, other=0.0)
-
-
-@triton.jit
-def write(base, start, stride, rows, columns, real, width, tile):
-    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=real[:, None] & (columns[None, :] < width))
-
-
-@triton.jit
-def reach_of(table, length, i, here, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
-    """lo, hi of the near interval; base, stop of the prefix; from, until of a prefix that lies among the near tiles.
-
-    The queries of a block that begin a segment of their own have their prefix nearby: the tiles of the near interval
-    take it along. The others share the prefix of the block's first segment, which may lie far back.
-    """
-    lo = tl.load(table + i, mask=here, other=NOWHERE)
-    hi = tl.load(table + length + i, mask=here, other=0)
-    begin = tl.full(lo.shape, 0, tl.int32)
-    stop = tl.full(lo.shape, 0, tl.int32)
-    if PREFIX:
-        begin = tl.load(table + 2 * length + i, mask=here, other=NOWHERE)
-        stop = tl.load(table + 3 * length + i, mask=here, other=0)
-    base = tl.min(begin, 0)
-    late = tl.full(lo.shape, NOWHERE, tl.int32)
-    until = tl.full(lo.shape, 0, tl.int32)
-    if PREFIX and SEGMENTS:
-        own = (begin != base) & (stop > begin)
-        late = tl.where(own, begin, NOWHERE)
-        until = tl.where(own, stop, 0)
-        stop = tl.where(own, 0, stop)
-    return lo, hi, base, stop, late, until
-
-
-@triton.jit
-def cut(lo, hi, late, until, TILE: tl.constexpr):
-    """Where the near tiles begin; how many there are; the first and the last but one that need no mask."""
-    first = tl.minimum(tl.min(lo, 0), tl.min(late, 0))
-    last = tl.maximum(tl.max(hi, 0), tl.max(until, 0))
-    total = tl.cdiv(tl.maximum(last - first, 0), TILE)
-    inner = tl.max(tl.where(lo == NOWHERE, 0, lo), 0)
-    outer = tl.min(tl.where(lo == NOWHERE, NOWHERE, hi), 0)
-    left = tl.minimum(tl.cdiv(tl.maximum(inner - first, 0), TILE), total)
-    right = tl.maximum(left, tl.minimum(tl.maximum(outer - first, 0) // TILE, total))
-    return first, total, left, right
-
-
-@triton.jit
-def share(count, part, PARTS: tl.constexpr):
-    """The tiles of one part out of PARTS."""
-    return count * part // PARTS, count * (part + 1) // PARTS
-
-
-@triton.jit
-def sees(j, lo, hi, late, until, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
-    seen = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
-    if PREFIX and SEGMENTS:
-        seen = seen | ((j[None, :] >= late[:, None]) & (j[None, :] < until[:, None]))
-    return seen
-
-
-@triton.jit
-def takes_part(table, j, length, SEGMENTS: tl.constexpr):
-    """Tokens that exist and are no padding: what stands in others, NaN too, must not be read."""
-    real = j < length
-    if SEGMENTS:
-        real = tl.load(table + j, mask=real, other=NOWHERE) != NOWHERE
-    return real
+from heedful.kernels.softmax.triton_walk import (
+    LENGTHS,
+    NOWHERE,
+    cut,
+    edge_tile,
+    prefix_tile,
+    prefix_tiles,
+    reach_of,
+    read,
+    scores,
+    share,
+    write,
+)
 
 
 @triton.jit
 def _add_tile(
-    q,
-    acc,
-    peak,
-    mass,
-    start,
-    seen,
-    real,
-    k,
-    v,
-    sk_n,
-    sv_n,
-    scale,
-    cap,
-    d,
-    e,
-    in_d,
-    in_e,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, acc, peak, mass, start, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
+    TILE: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """One tile of keys more."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
-    x = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    if CAPPED:
-        x = capped(x * scale, cap)
-        scale = 1.0
+    x, scale = scores(q, keys, scale, cap, PRECISION, CAPPED)
     if MASKED:
         x = tl.where(seen, x, float("-inf"))
     new = tl.maximum(peak, tl.max(x, 1) * scale)
@@ -162,65 +56,16 @@ def _add_tile(
     return acc, new, mass
 
 
-# Lengths are not compiled in: sequences of any length share one program.
-LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"]
-
-
 @triton.jit(do_not_specialize=[*LENGTHS, "so_part"])
 def attend(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    sink,
-    rows,
-    keys,
-    sq_b,
-    sq_g,
-    sq_p,
-    sq_n,
-    sk_b,
-    sk_g,
-    sk_n,
-    sv_b,
-    sv_g,
-    sv_n,
-    so_b,
-    so_g,
-    so_p,
-    so_n,
-    so_part,
-    rows_b,
-    rows_g,
-    keys_b,
-    keys_g,
-    n,
-    m,
-    d,
-    e,
-    skip,
-    stop,
-    blocks,
-    scale,
-    cap,
-    G,
-    P,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    VALUES: tl.constexpr,
-    SINK: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, k, v, o, lse, sink, rows, keys,
+    sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, so_b, so_g, so_p, so_n, so_part,
+    rows_b, rows_g, keys_b, keys_g,
+    n, m, d, e, skip, stop, blocks, scale, cap, G, P,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, SINK: tl.constexpr, EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Queries [skip, stop) of every head; with PARTS > 1 each takes a share of the keys and writes what that gives."""
     block = blocks - 1 - tl.program_id(0) % blocks  # the last queries of a causal pattern have most to do
     rest = tl.program_id(0) // blocks
@@ -255,21 +100,15 @@ def attend(
 
     if PREFIX:
         if part == 0:
-            for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
-                at = base + t * PREFIX
-                j = at + tl.arange(0, PREFIX)
-                real = takes_part(keys, j, m, SEGMENTS)
-                seen = real[None, :] & (j[None, :] < end[:, None])
+            for t in range(0, prefix_tiles(base, end, PREFIX)):
+                at, _, seen, real = prefix_tile(t, base, end, keys, m, PREFIX, SEGMENTS)
                 acc, peak, mass = _add_tile(
                     queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
                     PREFIX, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
-        at = first + tl.where(t < left, t, t - left + right) * TILE
-        j = at + tl.arange(0, TILE)
-        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
-        real = takes_part(keys, j, m, SEGMENTS)
+        at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
         acc, peak, mass = _add_tile(
             queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,

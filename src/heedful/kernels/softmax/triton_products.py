@@ -23,7 +23,20 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.arithmetic import exp2
-from heedful.kernels.softmax.triton_forward import NOWHERE, capped, cut, reach_of, read, sees, share, takes_part, write
+from heedful.kernels.softmax.triton_walk import (
+    NOWHERE,
+    cut,
+    edge_tile,
+    numbers,
+    prefix_tile,
+    prefix_tiles,
+    reach_of,
+    read,
+    scores,
+    share,
+    takes_part,
+    write,
+)
 
 RAISE = tl.constexpr(2.0**15)  # of p; as a factor, since 15 more in the exponent would cost it three bits
 LOWER = tl.constexpr(2.0**-15)
@@ -89,42 +102,16 @@ def split(
 
 @triton.jit
 def _add_tile(
-    own,
-    acc,
-    level,
-    start,
-    seen,
-    real,
-    other,
-    high,
-    low,
-    lse,
-    s_n,
-    scale,
-    cap,
-    d,
-    in_d,
-    in_e,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    ADJOINT: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    E: tl.constexpr,
-    OPERAND: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    own, acc, level, start, seen, real, other, high, low, lse, s_n, scale, cap, d, in_d, in_e,
+    TILE: tl.constexpr, MASKED: tl.constexpr, ADJOINT: tl.constexpr, EVEN_D: tl.constexpr, E: tl.constexpr,
+    OPERAND: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """One tile of keys more, or in the adjoint of queries."""
     within = tl.arange(0, TILE)
     tile = read(other, start, s_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
-    x = tl.dot(own, tl.trans(tile))
-    if CAPPED:
-        x = capped(x * scale, cap)
-        scale = 1.0
+    x, scale = scores(own, tile, scale, cap, "tf32", CAPPED)
     if ADJOINT:
-        if MASKED:
-            level = tl.load(lse + start + within, mask=real, other=float("inf"))
-        else:
-            level = tl.load(lse + start + within)
+        level = numbers(lse, start, within, real, float("inf"), MASKED)
         p = exp2(x * scale - level[None, :])
     else:
         p = exp2(x * scale - level[:, None])
@@ -144,47 +131,14 @@ LENGTHS = ["length", "others", "skip", "stop", "blocks", "heads", "own_b", "own_
 
 @triton.jit(do_not_specialize=LENGTHS)
 def product(
-    own,
-    other,
-    halves,
-    units,
-    lse,
-    out,
-    own_table,
-    other_table,
-    s_b,
-    s_g,
-    s_n,
-    t_b,
-    t_g,
-    t_n,
-    own_b,
-    own_g,
-    other_b,
-    other_g,
-    length,
-    others,
-    d,
-    e,
-    skip,
-    stop,
-    blocks,
-    heads,
-    scale,
-    cap,
-    G,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ADJOINT: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    OPERAND: tl.constexpr,
+    own, other, halves, units, lse, out, own_table, other_table,
+    s_b, s_g, s_n, t_b, t_g, t_n,
+    own_b, own_g, other_b, other_g,
+    length, others, d, e, skip, stop, blocks, heads, scale, cap, G,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, ADJOINT: tl.constexpr, EVEN_D: tl.constexpr, OPERAND: tl.constexpr,
     CAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Rows [skip, stop) of A Y, where `own` is q, or of Aᵀ Y, where it is k; with PARTS > 1 each takes a share."""
     block = tl.program_id(0) % blocks  # first those of a causal pattern that have most to do
     if not ADJOINT:
@@ -224,21 +178,18 @@ def product(
         if part == 0:
             # a limit to the right makes the prefix of each key begin elsewhere: mask by its own beginning
             begin = tl.load(own_table + 2 * length + i, mask=here, other=NOWHERE)
-            for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
-                at = base + t * PREFIX
-                j = at + tl.arange(0, PREFIX)
-                real = takes_part(other_table, j, others, SEGMENTS)
-                seen = real[None, :] & (j[None, :] < end[:, None]) & (j[None, :] >= begin[:, None])
+            for t in range(0, prefix_tiles(base, end, PREFIX)):
+                at, j, seen, real = prefix_tile(t, base, end, other_table, others, PREFIX, SEGMENTS)
+                seen = seen & (j[None, :] >= begin[:, None])
                 acc = _add_tile(
                     mine, acc, level, at, seen, real, other, high, low, lse, t_n, scale, cap, d, in_d, in_e,
                     PREFIX, True, ADJOINT, EVEN_D, E, OPERAND, CAPPED,
                 )  # fmt: skip
     from_t, finish = share(left + total - right, part, PARTS)
     for t in range(from_t, finish):
-        at = first + tl.where(t < left, t, t - left + right) * TILE
-        j = at + tl.arange(0, TILE)
-        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
-        real = takes_part(other_table, j, others, SEGMENTS)
+        at, seen, real = edge_tile(
+            t, first, left, right, lo, hi, late, until, other_table, others, TILE, PREFIX, SEGMENTS
+        )
         acc = _add_tile(
             mine, acc, level, at, seen, real, other, high, low, lse, t_n, scale, cap, d, in_d, in_e,
             TILE, True, ADJOINT, EVEN_D, E, OPERAND, CAPPED,

@@ -12,35 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heedful.kernels.softmax.triton_forward import NOWHERE, capped, cut, exp2, reach_of, read, sees, takes_part
+from heedful.kernels.arithmetic import exp2
+from heedful.kernels.softmax.triton_walk import (
+    NOWHERE,
+    capped,
+    cut,
+    edge_tile,
+    prefix_tile,
+    prefix_tiles,
+    reach_of,
+    read,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _add_tile(
-    q,
-    peak,
-    mass,
-    square,
-    lean,
-    where,
-    start,
-    seen,
-    real,
-    k,
-    sk_n,
-    scale,
-    cap,
-    d,
-    in_d,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, peak, mass, square, lean, where, start, seen, real, k, sk_n, scale, cap, d, in_d,
+    TILE: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of keys more."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
@@ -68,44 +60,13 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["n", "m", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"])
 def statistics(
-    q,
-    k,
-    lse,
-    squares,
-    entropy,
-    largest,
-    places,
-    rows,
-    keys,
-    sq_b,
-    sq_g,
-    sq_p,
-    sq_n,
-    sk_b,
-    sk_g,
-    sk_n,
-    rows_b,
-    rows_g,
-    keys_b,
-    keys_g,
-    n,
-    m,
-    d,
-    blocks,
-    scale,
-    cap,
-    G,
-    P,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, k, lse, squares, entropy, largest, places, rows, keys,
+    sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n,
+    rows_b, rows_g, keys_b, keys_g,
+    n, m, d, blocks, scale, cap, G, P,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr,
+    EVEN_D: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """lse (base 2), Σ a², entropy (nats), max a and its key, of every query; ∞, 0, 0, 0, −1 where nothing is seen."""
     block = blocks - 1 - tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
@@ -132,20 +93,14 @@ def statistics(
     where = tl.full([ROWS], NOWHERE, tl.int32)
 
     if PREFIX:
-        for t in range(0, tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)):
-            at = base + t * PREFIX
-            j = at + tl.arange(0, PREFIX)
-            real = takes_part(keys, j, m, SEGMENTS)
-            seen = real[None, :] & (j[None, :] < end[:, None])
+        for t in range(0, prefix_tiles(base, end, PREFIX)):
+            at, _, seen, real = prefix_tile(t, base, end, keys, m, PREFIX, SEGMENTS)
             peak, mass, square, lean, where = _add_tile(
                 queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, cap, d, in_d,
                 PREFIX, True, EVEN_D, OPERAND, PRECISION, CAPPED,
             )  # fmt: skip
     for t in range(0, left + total - right):
-        at = first + tl.where(t < left, t, t - left + right) * TILE
-        j = at + tl.arange(0, TILE)
-        seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
-        real = takes_part(keys, j, m, SEGMENTS)
+        at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
         peak, mass, square, lean, where = _add_tile(
             queries, peak, mass, square, lean, where, at, seen, real, k, sk_n, scale, cap, d, in_d,
             TILE, True, EVEN_D, OPERAND, PRECISION, CAPPED,

@@ -1,0 +1,153 @@
+"""What the walks in Triton share: a block of queries goes over the keys that it sees, or one of keys over queries.
+
+    near        the tokens [min lo, max hi) of the block in tiles; those that every row sees whole carry no mask
+    prefix      special tokens that lie apart from them, in narrower tiles
+
+Which tokens a row sees stands in four numbers a row (reach.py), read from memory: nothing is compiled for a length, a
+window or a pattern.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.arithmetic import exp2
+from heedful.kernels.softmax import reach
+
+NOWHERE = tl.constexpr(reach.NOWHERE)
+# Lengths are not compiled in: sequences of any length share one program.
+LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"]
+
+
+@triton.jit
+def capped(x, cap):
+    """cap · tanh(x / cap), by one power of two."""
+    fall = exp2(tl.abs(x) * (-2.8853900817779268 / cap))  # exp(−2 |x| / cap)
+    size = cap * (1.0 - fall) / (1.0 + fall)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr):
+    """Rows start + rows of a matrix; those that are not real, and columns from `width` on, are zero and not read."""
+    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    if MASKED:
+        if EVEN:
+            return tl.load(at, mask=real[:, None], other=0.0)
+        return tl.load(at, mask=real[:, None] & (columns[None, :] < width), other=0.0)
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=columns[None, :] < width, other=0.0)
+
+
+@triton.jit
+def numbers(base, start, rows, real, other, MASKED: tl.constexpr):
+    """One number for each of rows start + rows; `other` for those that are not real."""
+    if MASKED:
+        return tl.load(base + start + rows, mask=real, other=other)
+    return tl.load(base + start + rows)
+
+
+@triton.jit
+def write(base, start, stride, rows, columns, real, width, tile):
+    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=real[:, None] & (columns[None, :] < width))
+
+
+@triton.jit
+def reach_of(table, length, i, here, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
+    """lo, hi of the near interval; base, stop of the prefix; from, until of a prefix that lies among the near tiles.
+
+    The queries of a block that begin a segment of their own have their prefix nearby: the tiles of the near interval
+    take it along. The others share the prefix of the block's first segment, which may lie far back.
+    """
+    lo = tl.load(table + i, mask=here, other=NOWHERE)
+    hi = tl.load(table + length + i, mask=here, other=0)
+    begin = tl.full(lo.shape, 0, tl.int32)
+    stop = tl.full(lo.shape, 0, tl.int32)
+    if PREFIX:
+        begin = tl.load(table + 2 * length + i, mask=here, other=NOWHERE)
+        stop = tl.load(table + 3 * length + i, mask=here, other=0)
+    base = tl.min(begin, 0)
+    late = tl.full(lo.shape, NOWHERE, tl.int32)
+    until = tl.full(lo.shape, 0, tl.int32)
+    if PREFIX and SEGMENTS:
+        own = (begin != base) & (stop > begin)
+        late = tl.where(own, begin, NOWHERE)
+        until = tl.where(own, stop, 0)
+        stop = tl.where(own, 0, stop)
+    return lo, hi, base, stop, late, until
+
+
+@triton.jit
+def cut(lo, hi, late, until, TILE: tl.constexpr):
+    """Where the near tiles begin; how many there are; the first and the last but one that need no mask."""
+    first = tl.minimum(tl.min(lo, 0), tl.min(late, 0))
+    last = tl.maximum(tl.max(hi, 0), tl.max(until, 0))
+    total = tl.cdiv(tl.maximum(last - first, 0), TILE)
+    inner = tl.max(tl.where(lo == NOWHERE, 0, lo), 0)
+    outer = tl.min(tl.where(lo == NOWHERE, NOWHERE, hi), 0)
+    left = tl.minimum(tl.cdiv(tl.maximum(inner - first, 0), TILE), total)
+    right = tl.maximum(left, tl.minimum(tl.maximum(outer - first, 0) // TILE, total))
+    return first, total, left, right
+
+
+@triton.jit
+def share(count, part, PARTS: tl.constexpr):
+    """The tiles of one part out of PARTS."""
+    return count * part // PARTS, count * (part + 1) // PARTS
+
+
+@triton.jit
+def sees(j, lo, hi, late, until, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
+    seen = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+    if PREFIX and SEGMENTS:
+        seen = seen | ((j[None, :] >= late[:, None]) & (j[None, :] < until[:, None]))
+    return seen
+
+
+@triton.jit
+def takes_part(table, j, length, SEGMENTS: tl.constexpr):
+    """Tokens that exist and are no padding: what stands in others, NaN too, must not be read."""
+    real = j < length
+    if SEGMENTS:
+        real = tl.load(table + j, mask=real, other=NOWHERE) != NOWHERE
+    return real
+
+
+@triton.jit
+def edge_tile(
+    t, first, left, right, lo, hi, late, until, table, length,
+    TILE: tl.constexpr, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Of the near tiles that need a mask the t-th: where it begins, what is seen of it, what of it takes part."""
+    at = first + tl.where(t < left, t, t - left + right) * TILE
+    j = at + tl.arange(0, TILE)
+    seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
+    return at, seen, takes_part(table, j, length, SEGMENTS)
+
+
+@triton.jit
+def prefix_tiles(base, end, PREFIX: tl.constexpr):
+    """How many there are."""
+    return tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)
+
+
+@triton.jit
+def prefix_tile(t, base, end, table, length, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Of the prefix the t-th tile: where it begins, its tokens, what is seen of them, which of them take part."""
+    at = base + t * PREFIX
+    j = at + tl.arange(0, PREFIX)
+    real = takes_part(table, j, length, SEGMENTS)
+    return at, j, real[None, :] & (j[None, :] < end[:, None]), real
+
+
+@triton.jit
+def scores(a, b, scale, cap, PRECISION: tl.constexpr, CAPPED: tl.constexpr):
+    """a bᵀ, and what is left to multiply it with; under a cap that is in it already."""
+    x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if CAPPED:
+        x = capped(x * scale, cap)
+        scale = 1.0
+    return x, scale
