@@ -46,9 +46,9 @@ def _can_be_hooked(path: Path) -> bool:
     Nor `core` and `dispatch`: torch.compile goes through them at every call and would trace the hook as well, and what
     they annotate are abstract methods. Nor the command line, whose annotations typer reads.
     """
-    return (
-        path.stem not in ("__init__", "__main__", "core", "dispatch", "cli") and "import triton" not in path.read_text()
-    )
+    if path.stem in ("__init__", "__main__", "core", "dispatch") or "cli" in path.relative_to(SOURCE).parts:
+        return False
+    return "import triton" not in path.read_text()
 
 
 jaxtyping.install_import_hook(

