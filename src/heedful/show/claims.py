@@ -81,7 +81,7 @@ def print_claims(
         own = [record for record in records if record["chapter"] == chapter["name"]]
         if own:
             parts += [Text(chapter["title"][language], style="bold cyan"), _table(own, console.width, language), Text()]
-    _print(console, *parts, *_sums(records, chapters, seconds, language, console.width))
+    _print(console, *parts, *_sums(records, chapters, seconds, language))
 
 
 def print_claim(record: Record, *, language: str) -> None:
@@ -157,7 +157,7 @@ def _numbers(row: Mapping[str, Any]) -> str:
 
 
 def _sums(
-    records: Sequence[Record], chapters: Sequence[Mapping[str, Any]], seconds: float, language: str, width: int
+    records: Sequence[Record], chapters: Sequence[Mapping[str, Any]], seconds: float, language: str
 ) -> list[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("chapter", overflow="fold")
@@ -174,7 +174,7 @@ def _sums(
     if others:
         parts += [
             Text(f"{len(others)} unlike a first reading", style="bold"),
-            _differences(others, language, width),
+            _differences(others, language),
             Text(),
         ]
     ran = list(controls(records))
@@ -189,7 +189,7 @@ def _sums(
     return parts
 
 
-def _differences(records: Sequence[Record], language: str, width: int) -> Table:
+def _differences(records: Sequence[Record], language: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

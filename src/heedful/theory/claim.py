@@ -48,7 +48,7 @@ class Comparison:
 
     name: str
     measured: float
-    relation: Literal["=", "≤", "≥", "<", ">", "≠"]
+    relation: Literal["=", "≤", "≥", "<", ">"]
     expected: float
     holds: bool
     noise: float | None = None
@@ -68,12 +68,6 @@ def equal(name: str, measured: Number, expected: Number, *, within: float = 0.0)
     """
     measured, expected = float(measured), float(expected)
     return Comparison(name, measured, "=", expected, abs(measured - expected) <= within)
-
-
-def differs(name: str, measured: Number, expected: Number, *, by: float) -> Comparison:
-    """Further than `by` from it."""
-    measured, expected = float(measured), float(expected)
-    return Comparison(name, measured, "≠", expected, abs(measured - expected) > by)
 
 
 def at_most(name: str, measured: Number, bound: Number, *, slack: float = 0.0) -> Comparison:

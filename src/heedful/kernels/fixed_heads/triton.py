@@ -151,7 +151,7 @@ def _load(x, t, lo, m, column, stride, e):
 
 
 @triton.jit
-def _terms(x, kind, p, lo, n, m, column, stride, e, TRANSPOSED: tl.constexpr):
+def _terms(x, kind, p, lo, m, column, stride, e, TRANSPOSED: tl.constexpr):
     """a_c x_c at the places p of the running order; two places late for left and right."""
     mirrored = (kind == RIGHT) | (kind == START)
     late = tl.where((kind == LEFT) | (kind == RIGHT), 2, 0)
@@ -189,7 +189,7 @@ def _sums(
         total = tl.zeros([E], tl.float32)
         for at in range(here * span, min((here + 1) * span, m), BLOCK):
             p = at + tl.arange(0, BLOCK)
-            terms = _terms(x, kind, p, lo, n, m, column, stride_t, e, TRANSPOSED)
+            terms = _terms(x, kind, p, lo, m, column, stride_t, e, TRANSPOSED)
             total += tl.sum(terms, 0)
         tl.store(sums + (row.to(tl.int64) * spans + here) * e + column, total, mask=column < e)
 
@@ -221,7 +221,7 @@ def _rows(
         p = at + tl.arange(0, BLOCK)
         t = p  # the row of out at each place
         if before:
-            terms = _terms(x, kind, p, lo, n, m, column, stride_t, e, TRANSPOSED)
+            terms = _terms(x, kind, p, lo, m, column, stride_t, e, TRANSPOSED)
             running = carry[None, :] + tl.cumsum(terms, 0)
             carry += tl.sum(terms, 0)
             c = m - 1 - p if TRANSPOSED else p

@@ -42,10 +42,6 @@ def on_the_sphere(k: Tensor) -> Tensor:
     return k / k.norm(dim=-1, keepdim=True)
 
 
-def on_two_spheres(k: Tensor) -> Tensor:
-    return on_the_sphere(k) * (1 + torch.arange(len(k)) % 2 / 10)[:, None]
-
-
 def chosen_is_nearest(keys: Callable[[Tensor], Tensor]) -> Evidence:
     """How often the one key that hard attention picks is the nearest of 1000."""
     generator = torch.Generator().manual_seed(0)
