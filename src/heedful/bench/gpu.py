@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from heedful.bench import peers
 from heedful.bench.peers import DENSE_CAUSAL, Contender, attend, favor
-from heedful.bench.rows import Journal, Row, version
+from heedful.bench.rows import Journal, Row, problem, version
 from heedful.bench.setting import FORWARD, PASSES, Setting, Work
 from heedful.core import Dims, Mechanism
 from heedful.feature_maps import Elu1, Identity
@@ -163,10 +163,9 @@ def _dense_values(setting: Setting, n: int) -> Work:
     return Work(run, setting.draw(n))
 
 
-SHARED_CACHE = Contender("SDPA with a cache of n tokens", _decode_cached, same=False)
+CACHED = Contender("SDPA with a cache of n tokens", _decode_cached, same=False)
 LINEAR, RAW, RETENTION = Linear(Elu1(), Causal()), Linear(Identity(), Causal(), normalise=False), Retention(0.97)
 WINDOW = Softmax(Window(511))
-PERFORMERS = (peers.PERFORMER_CAUSAL,), (peers.PERFORMER,)
 
 GPU_CASES = (
     GpuCase("causal linear, elu + 1, normalised", 1, 65536, Contender("heedful", attend(LINEAR)),
@@ -176,8 +175,9 @@ GPU_CASES = (
     GpuCase("unnormalised, features given", 1, 65536, Contender("heedful", attend(RAW)), (fla(False),),
             (0.30, 1.2), RAW),
     GpuCase("retention", 1, 65536, Contender("heedful", attend(RETENTION)), (), (0.35, 1.3), RETENTION),
-    GpuCase("FAVOR+ m = 256, causal", 1, 65536, Contender("heedful", favor(Causal())), PERFORMERS[0], (2.5, 8.0)),
-    GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), PERFORMERS[1], (1.5, 5.0)),
+    GpuCase("FAVOR+ m = 256, causal", 1, 65536, Contender("heedful", favor(Causal())),
+            (peers.PERFORMER_CAUSAL,), (2.5, 8.0)),
+    GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0)),
     GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
             (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
     GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(StridedSoftmax(256))), (DENSE_CAUSAL,),
@@ -196,7 +196,7 @@ GPU_CASES = (
             (Contender("dense svdvals", _dense_values, same=False),), (20.0, None), None, (FORWARD,), heads=1),
     GpuCase("one head measured", 1, 65536, Contender("heedful", _measured_head), (), (150.0, None), None, (FORWARD,),
             heads=1),
-    GpuCase("one decoding step, batch 64", 64, 32768, Contender("heedful", _decode), (SHARED_CACHE,), None, None,
+    GpuCase("one decoding step, batch 64", 64, 32768, Contender("heedful", _decode), (CACHED,), None, None,
             (FORWARD,), heads=32),
 )  # fmt: skip
 
@@ -228,12 +228,12 @@ def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: R
     setting = case.setting(base)
     found: dict[str, Any] = {"milliseconds": None, "device_milliseconds": None, "peak_bytes": None, "problem": None}
     if not contender.installed:
-        found["problem"] = f"not installed: pip install {contender.package}"
+        found["problem"] = contender.missing
     else:
         try:
             found |= _time(contender.make(setting, case.n).call(which))
         except Exception as error:  # a peer may break in any way; the others go on
-            found["problem"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+            found["problem"] = problem(error)
     torch.cuda.empty_cache()
     ours = contender is case.ours
     return {

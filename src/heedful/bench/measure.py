@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from heedful.bench.cases import Case
 from heedful.bench.catalogue import affordable, cost, instance, is_linear
 from heedful.bench.memory import measure_apart
-from heedful.bench.peers import DENSE, DENSE_CAUSAL, Contender
-from heedful.bench.rows import Journal, Row, version
+from heedful.bench.peers import DENSE, DENSE_CAUSAL
+from heedful.bench.rows import Journal, Row, problem, version
 from heedful.bench.setting import FORWARD, PASSES, Setting, Work
 from heedful.bench.timing import Pace, race, summary
 from heedful.core import Mechanism
@@ -48,13 +48,9 @@ def _outdated(case: Case, n: int, which: str, journal: Journal) -> bool:
     """Whether a row is missing, or was refused for a package that is there now."""
     for contender in case.contenders:
         row = journal.find(case=case.name, contender=contender.name, n=n, **{"pass": which})
-        if row is None or (row["problem"] == _missing(contender) and contender.installed):
+        if row is None or (row["problem"] == contender.missing and contender.installed):
             return True
     return False
-
-
-def _missing(contender: Contender) -> str:
-    return f"not installed: pip install {contender.package}"
 
 
 def _make(case: Case, setting: Setting, n: int) -> dict[str, Work | str]:
@@ -62,17 +58,13 @@ def _make(case: Case, setting: Setting, n: int) -> dict[str, Work | str]:
     made: dict[str, Work | str] = {}
     for contender in case.contenders:
         if not contender.installed:
-            made[contender.name] = _missing(contender)
+            made[contender.name] = contender.missing
             continue
         try:
             made[contender.name] = contender.make(setting, n)
         except Exception as error:  # a peer may break in any way; the others go on
-            made[contender.name] = _problem(error)
+            made[contender.name] = problem(error)
     return made
-
-
-def _problem(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
 
 
 def _run_cell(case: Case, setting: Setting, n: int, which: str, made: dict[str, Work | str], pace: Pace) -> list[Row]:
@@ -82,7 +74,7 @@ def _run_cell(case: Case, setting: Setting, n: int, which: str, made: dict[str, 
     rows = []
     for contender in case.contenders:
         found: Any = times.get(contender.name, made[contender.name])
-        found = _problem(found) if isinstance(found, Exception) else found
+        found = problem(found) if isinstance(found, Exception) else found
         rows.append(
             {
                 "case": case.name,
@@ -180,7 +172,7 @@ def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which
         "pass": which,
         "causal": mechanism.pattern.is_causal,
         **(summary(found) if isinstance(found, list) else {"seconds": None}),
-        "problem": None if isinstance(found, list) else _problem(found),
+        "problem": None if isinstance(found, list) else problem(found),
         "flops": said.flops,
         "bytes": said.bytes,
     }
@@ -209,7 +201,8 @@ def _goes_far(entry: Entry) -> bool:
     return is_linear(entry) or entry.complexity.startswith("N·(")
 
 
-def _peaks(rows: list[Row]) -> Iterator[str] | str:
+def _peaks(rows: list[Row]) -> str:
+    """What an entry took at its longest length, as said meanwhile."""
     last = max((row["n"] for row in rows if row["peak_bytes"]), default=None)
     shares = [f"{row['peak_bytes'] / row['input_bytes']:.3g}" for row in rows if row["n"] == last and row["peak_bytes"]]
     return f"N = {last}, {' and '.join(shares)} times q, k, v" if shares else "nothing measured"

@@ -50,6 +50,11 @@ class Contender:
     def installed(self) -> bool:
         return self.module is None or find_spec(self.module) is not None
 
+    @property
+    def missing(self) -> str:
+        """What is said of it where it is not installed."""
+        return f"not installed: pip install {self.package}"
+
 
 def attend(mechanism: Mechanism) -> Callable[[Setting, int], Work]:
     """A mechanism of no particular length."""

@@ -44,6 +44,11 @@ def version(package: str | None) -> str | None:
         return None
 
 
+def problem(error: Exception) -> str:
+    """An exception as one short line, for the row that has no time."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+
+
 def commit() -> str:
     """The last commit that changed the library, with a plus where it was changed since; its version outside git."""
     here = Path(__file__).resolve().parents[1]

@@ -274,7 +274,7 @@ def memory_table(rows: Sequence[Row]) -> str:
             continue
         size = next(iter(by.values()))["input_bytes"]
         shares = [f"{by[w][f] / size:.2f}" if w in by else "–" for f in ("peak_bytes", "largest_bytes") for w in PASSES]
-        square = size / (3 * rows[0]["d"]) * last  # float32 or whatever: bytes of N × N for all heads
+        square = size / (3 * rows[0]["d"]) * last  # bytes of N × N for all heads, in the precision of the inputs
         whole = by.get(BOTH, by.get(FORWARD))
         assert whole is not None
         body.append([entry, str(last), *shares, f"{square / size:.0f}", f"{whole['peak_bytes'] / 1e6:.0f}"])
