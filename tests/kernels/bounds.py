@@ -9,9 +9,9 @@ import torch
 
 
 def _extent(x):
-    """First and last byte of a tensor's own elements, whatever else lies in its storage."""
+    """The first byte of a tensor's own elements and the one after the last, whatever else lies in its storage."""
     steps = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + steps * x.element_size()
+    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.element_size()
 
 
 @contextmanager
@@ -25,8 +25,9 @@ def within_bounds():
 
     def check(pointers, mask):
         at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        for first, last in ranges:
-            at = at[(at < first) | (at > last)]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        for first, end in ranges:
+            at = at[(at < first) | (at + size > end)]
         if at.size:
             raise IndexError(f"{at.size} addresses outside every tensor of the launch, the first {at[0]:#x}")
 

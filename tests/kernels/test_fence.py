@@ -21,5 +21,5 @@ def test_a_step_beyond_a_tensor_is_seen(fenced):
     double[(1,)](x, y, 10, WIDTH=16)
     assert torch.equal(y, 2 * x)
     for short, long in ((x[:9], y), (x, y[:9])):
-        with pytest.raises(Exception, match="outside all tensors"):
+        with pytest.raises(Exception, match="outside every tensor"):
             double[(1,)](short, long, 10, WIDTH=16)

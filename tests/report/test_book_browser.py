@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from test_book import told
 
@@ -13,21 +11,7 @@ from heedful.theory.claim import Case, Claim, Text, equal, evidence
 from heedful.theory.records import record
 from heedful.theory.workers import judge
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed: pip install 'heedful[dev]'"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
-
 LONG = r"\sum_{i=1}^{N}\left(" + "+".join(rf"\sigma_{{{i}}}^2" for i in range(40)) + r"\right)"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

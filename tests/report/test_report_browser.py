@@ -5,30 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("polars", reason="polars is not installed: pip install 'heedful[report]'")
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed: pip install 'heedful[dev]'"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
 
-from synthetic import HOSTILE, sort_of, synthetic, uneven  # noqa: E402
+from synthetic import HOSTILE, sort_of, synthetic, uneven
 
 LAYERS, HEADS = 3, 4
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
