@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "heedful"
 LAYERS = [
     {"shapes"},
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
-    {"core", "operator"},
+    {"inputs", "core", "operator"},
     {"mechanisms"},
     {"linalg", "measures", "nn", "testing", "records", "report", "engine", "plan"},
     {"hf", "theory", "scan", "studies", "bench"},

@@ -3,14 +3,7 @@
 from importlib import import_module
 
 from heedful import nn, segments, testing, theory
-from heedful.core import (
-    Cost,
-    Dims,
-    Mechanism,
-    RecurrentMechanism,
-    check_finite,
-    group_heads,
-)
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, group_heads
 from heedful.feature_maps import (
     Cos,
     CosFormer,
@@ -24,6 +17,7 @@ from heedful.feature_maps import (
     Relu,
     Taylor,
 )
+from heedful.inputs import check_finite
 from heedful.kernels.dispatch import backend
 from heedful.measures import (
     concentration,

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap
+from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
 from heedful.kernels.dispatch import Kernel, as_given

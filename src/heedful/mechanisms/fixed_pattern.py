@@ -24,7 +24,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, check_inputs
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
+from heedful.inputs import check_inputs
 from heedful.kernels.fixed_heads import fixed_heads
 from heedful.kernels.fixed_heads.reference import APART
 from heedful.kernels.prefix import weighted_prefix_mean

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heedful.core import Cost, Dims, check_inputs
+from heedful.core import Cost, Dims
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
+from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.gated_linear.reference import CHUNK

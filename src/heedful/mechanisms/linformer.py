@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.core import Cost, Dims, Mechanism
+from heedful.inputs import check_inputs
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax

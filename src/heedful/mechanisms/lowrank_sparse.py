@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import LogFeatureMap
+from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, exp_shifts, runs
 from heedful.kernels.dispatch import as_given

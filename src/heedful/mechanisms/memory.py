@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from heedful.core import check_inputs
+from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import BUDGET, Tile, pick, with_axes
 from heedful.kernels.dispatch import Backend, Kernel, as_given

@@ -21,7 +21,8 @@ from operator import or_
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
+from heedful.inputs import check_inputs
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.core import Cost, Dims, Mechanism
+from heedful.inputs import check_inputs
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.iterated_inverse import inverse_products, inverse_times, iterated_inverse

@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.core import Cost, Dims, Mechanism
+from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from heedful.core import check_inputs
+from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given

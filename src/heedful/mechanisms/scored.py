@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from heedful.core import Cost, Dims, RecurrentMechanism, check_inputs, check_token
+from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.inputs import check_inputs, check_token
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from heedful.core import check_inputs, finite_is_required
+from heedful.inputs import check_inputs, finite_is_required
 from heedful.kernels.dispatch import as_given, asked_for
 from heedful.kernels.row_statistics import row_statistics
 from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_inputs
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
+from heedful.inputs import check_inputs
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
 from heedful.shapes import Float, Tensor, broadcast_shapes
 

@@ -16,7 +16,7 @@ from math import inf
 
 import torch
 
-from heedful.core import check_inputs
+from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given

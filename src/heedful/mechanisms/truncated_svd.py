@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism, check_inputs
+from heedful.core import Cost, Dims, Mechanism
+from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Full
