@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+import heedful as h
+from heedful.kernels.dispatch import Kernel
+from heedful.kernels.fixed_heads import reference
+from heedful.kernels.fixed_heads.reference import KINDS
 
-import heedful as h  # noqa: E402
-from heedful.kernels.dispatch import Kernel  # noqa: E402
-from heedful.kernels.fixed_heads import reference  # noqa: E402
-from heedful.kernels.fixed_heads.reference import KINDS  # noqa: E402
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def triton_form():

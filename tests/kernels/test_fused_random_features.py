@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 
 import pytest
 import torch
+from bounds import within_bounds
+
+import heedful as h
+from heedful.kernels.dispatch import Backend
+from heedful.kernels.random_features import random_features, reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-
-from bounds import within_bounds  # noqa: E402
-
-import heedful as h  # noqa: E402
-from heedful.kernels.dispatch import Backend  # noqa: E402
-from heedful.kernels.random_features import random_features, reference  # noqa: E402
 
 
 def _triton_form():

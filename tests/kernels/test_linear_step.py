@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-
-from heedful.kernels.linear_step import reference  # noqa: E402
+from heedful.kernels.linear_step import reference
 
 pytest.importorskip("triton", reason="triton is not installed")
-from heedful.kernels.linear_step import triton as form  # noqa: E402
+from heedful.kernels.linear_step import triton as form
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES = ["identity", "elu1", "relu", "exp"]
 
 

@@ -16,15 +16,10 @@ PACKED = [[0] * 11 + [3] * 14 + [-1] * 3 + [1] * 8, [5] * 20 + [2] * 16]
 
 
 @pytest.fixture
-def fused(monkeypatch):
-    """The backend with tiles so small that a few dozen tokens make several."""
-    pytest.importorskip("triton", reason="triton is not installed")
+def fused(monkeypatch, small_tiles):
+    """The backend, which gathers little at a time."""
     from heedful.kernels.row_statistics import fused
-    from heedful.kernels.softmax import launches
 
-    small = launches.Config(16, 16, 4, 1)
-    monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
-    monkeypatch.setattr(launches, "PLANS", {})
     monkeypatch.setattr(fused, "GATHERED", 1000)
     return fused
 

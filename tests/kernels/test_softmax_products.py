@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+import heedful as h
+from heedful import linalg
+from heedful.kernels import dispatch
+from heedful.kernels.row_statistics.sums import Request
+from heedful.kernels.softmax.rows import SoftmaxRows
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-
-import heedful as h  # noqa: E402
-from heedful import linalg  # noqa: E402
-from heedful.kernels import dispatch  # noqa: E402
-from heedful.kernels.row_statistics.sums import Request  # noqa: E402
-from heedful.kernels.softmax.rows import SoftmaxRows  # noqa: E402
-
 LONGFORMER = h.Global((0, 1)) | h.Window(5, 5)
 IDS = [[0] * 15 + [3] * 17 + [-1] * 3 + [1] * 14, [-1] * 9 + [5] * 20 + [2] * 20]
 
 
 @pytest.fixture
-def products(monkeypatch):
-    """The products with tiles so small that a few dozen tokens make several, and every buffer full of NaN."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    from heedful.kernels.softmax import launches, products
+def products(monkeypatch, small_tiles):
+    """The products with tiles as small as those of the other kernels."""
+    from heedful.kernels.softmax import products
 
-    small = launches.Config(16, 16, 4, 1)
-    for module in (launches, products):
-        monkeypatch.setattr(module, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in module.CONFIGS.items()})
-    monkeypatch.setattr(launches, "empty", poisoned)
-    monkeypatch.setattr(launches, "PLANS", {})
+    small = small_tiles.Config(16, 16, 4, 1)
+    monkeypatch.setattr(products, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in products.CONFIGS.items()})
     monkeypatch.setattr(products, "READY", {})
     monkeypatch.setattr(products, "SPLIT_ROWS", 16)
     return products
@@ -43,10 +34,6 @@ def reached(monkeypatch, products):
     """`products`, and the dispatcher taken in: it finds the interpreted kernels within reach."""
     monkeypatch.setattr(dispatch, "out_of_reach", lambda q: [])
     return products
-
-
-def poisoned(shape, like, dtype=torch.float32):
-    return torch.full(shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+import heedful as h
+from heedful.kernels.softmax.reach import Reach, are_runs, inside, intervals
+from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.segments import visible
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-
-import heedful as h  # noqa: E402
-from heedful.kernels.softmax.reach import Reach, are_runs, inside, intervals  # noqa: E402
-from heedful.kernels.softmax.rows import SoftmaxRows  # noqa: E402
-from heedful.segments import visible  # noqa: E402
-
 LONGFORMER = h.Global((0, 1)) | h.Window(5, 5)
 PATTERNS = [
     h.Full(),
@@ -44,20 +39,10 @@ PAIR = torch.tensor([0] * 3 + [1] * 2), torch.tensor([0] * 9 + [1] * 8 + [2] * 3
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """The kernels with tiles so small that a few dozen tokens make several, and every buffer full of NaN."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    from heedful.kernels.softmax import fused, launches
+def kernels(small_tiles):
+    from heedful.kernels.softmax import fused
 
-    small = launches.Config(16, 16, 4, 1)
-    monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
-    monkeypatch.setattr(launches, "empty", poisoned)
-    monkeypatch.setattr(launches, "PLANS", {})
-    return fused, launches
-
-
-def poisoned(shape, like, dtype=torch.float32):
-    return torch.full(shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device)
+    return fused, small_tiles
 
 
 def count(bounds, at, axis):
