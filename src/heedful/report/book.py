@@ -17,10 +17,9 @@ from typing import Any
 from heedful.report import plots, shell
 from heedful.report.formulas import to_mathml
 from heedful.report.numbers import measured_text, number_text
-from heedful.report.shell import say
+from heedful.report.shell import Said, say
 
 Record = Mapping[str, Any]
-Said = Mapping[str, str]
 
 VERDICTS: dict[str, tuple[str, Said]] = {
     "HOLDS": ("✓", {"en": "Holds", "zh": "成立"}),

@@ -46,7 +46,7 @@ def _answer(name: str, said: dict[str, Any], text: dict[str, Any]) -> str:
         f"<li>{_glyph(kind)}<span>{say({code: dict(said[code]['cheaper'])[kind] for code in LANGUAGES})}</span></li>"
         for kind, _ in said["en"]["cheaper"]
     )
-    return f"""<section class="answer" aria-label="{escape("heedful")}">
+    return f"""<section class="answer" aria-label="heedful">
 <p class="eyebrow">{heading}</p>
 <h1>{escape(name)}</h1>
 <p class="opening">{say({code: found["lead"] for code, found in each.items()})}</p>
