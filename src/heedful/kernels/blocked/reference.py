@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from heedful.kernels.blocked.tiles import Keys, Tile, pick, size_on, tiles, with_axes
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -50,7 +51,7 @@ class RowFunction(Protocol):
         ...
 
 
-@torch.compiler.disable
+@uncompiled
 def blocked(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],
@@ -65,7 +66,7 @@ def blocked(
     return _Blocked.apply(q, k, v, rows.bias, rows, pattern, segments, scale, *rows.parameters)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def blocked_adjoint(
     q: Float[Tensor, "*#b n d"],
@@ -91,7 +92,7 @@ def blocked_adjoint(
     return out.to(y.dtype)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def blocked_matrix(
     q: Float[Tensor, "*#b n d"],

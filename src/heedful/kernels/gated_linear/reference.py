@@ -23,6 +23,7 @@ from torch import Tensor
 
 from heedful.kernels.chunked_linear.reference import LEAST, LinearState, features, runs
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.uncompiled import uncompiled
 
 FEATURES = ("identity", "elu1", "relu")
 CHUNK = 64  # a power of two
@@ -61,7 +62,7 @@ def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segme
     return said
 
 
-@torch.compiler.disable  # a compiler would unroll the loop over the length
+@uncompiled  # a compiler would unroll the loop over the length
 def gated_linear(
     q: Tensor,
     k: Tensor,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern, Tree, _And
 from heedful.segments import Segments
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
@@ -65,7 +66,7 @@ def _tree_of(pattern: Pattern) -> Tree | None:
     return pattern if isinstance(pattern, Tree) else None
 
 
-@torch.compiler.disable
+@uncompiled
 def attend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],

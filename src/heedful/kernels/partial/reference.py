@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from heedful.kernels.blocked.reference import Work, _add
 from heedful.kernels.blocked.tiles import pick
 from heedful.kernels.dispatch import as_given
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
@@ -25,7 +26,7 @@ from heedful.shapes import Float, Tensor
 NOTHING = -1e30  # a logarithm far below any other, and finite, so that gradients of absent parts are 0 and not NaN
 
 
-@torch.compiler.disable
+@uncompiled
 def attend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],

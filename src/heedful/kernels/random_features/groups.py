@@ -32,6 +32,7 @@ from heedful.kernels.chunked_linear.reference import (
 )
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.random_features import reference
+from heedful.kernels.uncompiled import uncompiled
 
 LOWEST = -(2.0**19)
 """Below any logarithm that there is, and finite."""
@@ -54,7 +55,7 @@ def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, k
     return said
 
 
-@torch.compiler.disable
+@uncompiled
 def random_features(
     q: Tensor,
     k: Tensor,

@@ -20,6 +20,7 @@ from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.kernels.softmax import fused, launches
 from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
@@ -27,7 +28,7 @@ from heedful.shapes import Tensor, broadcast_shapes
 GATHERED = 1 << 26  # elements of keys that targets take at a time
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def row_statistics(
     q: Tensor,

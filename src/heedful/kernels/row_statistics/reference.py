@@ -19,6 +19,7 @@ from heedful.kernels.blocked.reference import RowFunction, Work, put_tile
 from heedful.kernels.blocked.tiles import Tile, pick, size_on, with_axes
 from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Full, Pattern
 from heedful.segments import Layout, Segments, resolve
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
@@ -26,7 +27,7 @@ from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 CHUNK = 64  # numbers of a row whose largest is found together
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def row_statistics(
     q: Float[Tensor, "*#b n d"],

@@ -13,6 +13,7 @@ from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.reach import Reach, are_runs, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
@@ -21,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = SoftmaxRows()
 
 
-@torch.compiler.disable
+@uncompiled
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> Tensor:
@@ -30,7 +31,7 @@ def attend(
         return _Attend.apply(q, k, v, rows.sink, rows, pattern, segments, scale)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def adjoint(
     q: Tensor,
@@ -57,7 +58,7 @@ def adjoint(
     return out.reshape(*batch, *out.shape[-2:])[..., : y.shape[-1]]
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def log_sum_exp(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
@@ -68,7 +69,7 @@ def log_sum_exp(
         return launches.log_sum_exp(job).reshape(*job.plan.batch, -1)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, segments: Segments | None = None
@@ -85,7 +86,7 @@ def forward_with_lse(
     return job.plan.as_given(o, v.shape[-1]), natural.reshape(*job.plan.batch, -1)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def backward_from(
     q: Tensor,
@@ -121,7 +122,7 @@ class RowStatistics(NamedTuple):
     place: Tensor  # and its key
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def row_statistics(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float

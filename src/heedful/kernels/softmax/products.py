@@ -22,6 +22,7 @@ from heedful.kernels.softmax import fused, launches, triton_products
 from heedful.kernels.softmax.launches import LOG2E, NARROWEST, PARTS, PROGRAMS, Config, aligned
 from heedful.kernels.softmax.reach import Intervals, Reach, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -80,12 +81,12 @@ class Products:
         self._given = q, k, rows, pattern, segments, scale
         self.batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2]))
 
-    @torch.compiler.disable
+    @uncompiled
     def apply(self, x: Float[Tensor, "*b m c"]) -> Float[Tensor, "*b n c"]:
         """A x, in float32."""
         return self._product(x, False)
 
-    @torch.compiler.disable
+    @uncompiled
     def adjoint(self, y: Float[Tensor, "*b n c"]) -> Float[Tensor, "*b m c"]:
         """Aᵀ y, in float32."""
         return self._product(y, True)

@@ -20,6 +20,7 @@ from heedful.kernels.dispatch import on_device
 from heedful.kernels.softmax import fused as softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.strided.reference import Shape
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern, Window
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -50,7 +51,7 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
     return why
 
 
-@torch.compiler.disable
+@uncompiled
 def attend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Causal, Pattern, Strided, Window, _And, _Or
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -66,7 +67,7 @@ class Shape(NamedTuple):
         return cls(strides[0].stride, windows[0].before + 1 if windows else 0, causal)
 
 
-@torch.compiler.disable
+@uncompiled
 def attend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],
