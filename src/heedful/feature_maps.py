@@ -8,6 +8,7 @@ the others ignore it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from math import comb, factorial, pi, sqrt
 from typing import NamedTuple
 
@@ -121,12 +122,39 @@ class Cos(FeatureMap):
         return x.cos()
 
 
-class CosFormer(FeatureMap):
+class TurnedFeatureMap(FeatureMap):
+    """[φ(x) cos a, φ(x) sin a], with an angle a of the position: weights are φ(q)·φ(k) cos(a_i − a_j).
+
+    `still` is φ. Kernels that know it make such features themselves, from the angles.
+    """
+
+    still: FeatureMap
+
+    @abstractmethod
+    def angles(self, positions: Int[Tensor, "*s n"]) -> Float[Tensor, "*s n"]:
+        """The angle of each position, in float64."""
+
+    def line(self, first: int, stop: int, device: torch.device) -> Float[Tensor, " n"]:
+        """The angles of the positions from `first` to before `stop`."""
+        return self.angles(torch.arange(first, stop, device=device))
+
+    def query(self, x, positions=None):
+        angle = self.line(0, x.shape[-2], x.device) if positions is None else self.angles(positions)
+        x, angle = self.still.query(x), angle[..., None]
+        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+
+    def dim(self, d):
+        return 2 * self.still.dim(d)
+
+
+class CosFormer(TurnedFeatureMap):
     """relu(q)·relu(k) cos(π (i − j) / 2M) (Qin et al. 2022, arXiv:2202.08791).
 
     M is fixed and at least the length, so that outputs do not depend on padding: cos(a − b) = cos a cos b + sin a sin b
     splits the factor into features of each position.
     """
+
+    still = Relu()
 
     def __init__(self, length: int):
         super().__init__()
@@ -134,20 +162,30 @@ class CosFormer(FeatureMap):
             raise ValueError(f"length: expected the longest sequence there will be, got {length}.")
         self.length = length
 
-    def query(self, x, positions=None):
-        if positions is None:
-            positions = torch.arange(x.shape[-2], device=x.device)
-        if positions.numel() and int(positions.max()) >= self.length:
-            raise ValueError(
-                f"positions: {int(positions.max())}, expected below length = {self.length}: beyond it the cosine turns "
-                "negative. Build CosFormer for the longest sequence."
-            )
-        angle = (positions.double() * (pi / 2 / self.length))[..., None]
-        x = x.relu()
-        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+    def angles(self, positions):
+        if positions.numel():
+            self._check(int(positions.max()))
+        return positions.double() * (pi / 2 / self.length)
 
-    def dim(self, d):
-        return 2 * d
+    def line(self, first, stop, device):
+        self._check(stop - 1)
+        # on a GPU a new tensor each time would be a launch or two; one made inside a graph holds nothing yet
+        fresh = device.type == "cpu" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+        return (_line.__wrapped__ if fresh else _line)(self.length, first, stop, device)
+
+    def _check(self, last: int) -> None:
+        if last >= self.length:
+            raise ValueError(
+                f"positions: {last}, expected below length = {self.length}: beyond it the cosine turns negative. Build "
+                "CosFormer for the longest sequence."
+            )
+
+
+@lru_cache(maxsize=32)
+def _line(length: int, first: int, stop: int, device: torch.device) -> Float[Tensor, " n"]:
+    """cosFormer's angles of consecutive positions."""
+    with torch.inference_mode(False):
+        return torch.arange(first, stop, dtype=torch.float64, device=device) * (pi / 2 / length)
 
 
 class Polynomial(FeatureMap):

@@ -59,7 +59,7 @@ def true_state(state):
 
 
 def dense(
-    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None, state=None
+    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None, state=None
 ) -> tuple[torch.Tensor, LinearState]:
     """The definition, written out in full, in the dtype it is given."""
     (B, H, n, _), (_, Hkv, m, _) = q.shape, v.shape
@@ -81,6 +81,13 @@ def dense(
         gap = total[..., :, None] - total[..., None, :]
         w = torch.where(allowed, gap, -torch.inf).exp()
     a = w * (fq @ fk.mT)
+    if angles is not None:
+        of_q, of_k = angles[:, angles.shape[1] - n :].to(q.dtype), angles[:, angles.shape[1] - m :].to(q.dtype)
+        a = a * (of_q[:, :, None] - of_k[:, None]).cos()[:, None]
+        fq, fk = (
+            torch.cat([x * by.cos()[:, None, :, None], x * by.sin()[:, None, :, None]], -1)
+            for x, by in ((fq, of_q), (fk, of_k))
+        )
     num, den = a @ v, a.sum(-1)
     # the state is one more key before token 0, in the first segment of its row
     first = torch.ones(B, n, dtype=torch.bool, device=q.device)
@@ -163,16 +170,27 @@ CASES = {
     "not causal": dict(n=100, m=37, causal=False, feature="elu1"),
     "not causal, state": dict(n=17, m=100, causal=False, feature="elu1", state=True, H=4, Hkv=2),
     "not causal, padded": dict(n=100, causal=False, segments="padded", feature="elu1"),
+    "angles": dict(n=100, feature="relu", angles=True),
+    "angles, not normalised, 63 tokens": dict(n=63, feature="relu", angles=True, normalise=False),
+    "angles, packed": dict(n=100, feature="relu", angles=True, segments="packed", state=True),
+    "angles, mixed": dict(n=100, feature="elu1", angles=True, segments="mixed", H=2, Hkv=1),
+    "angles, shared heads, odd widths": dict(n=70, B=1, r=5, e=19, feature="elu1", angles=True, H=4, Hkv=2, state=True),
+    "angles, decay": dict(r=8, e=8, n=70, B=1, H=2, Hkv=1, angles=True, decay="token", state=True),
+    "angles, exp": dict(r=8, e=8, n=70, B=1, feature="exp", angles=True, state=True),
+    "angles, not causal": dict(n=17, m=100, causal=False, feature="relu", angles=True, state=True, H=4, Hkv=2),
+    "angles, wide": dict(n=20, r=70, e=70, feature="relu", angles=True, B=1, H=1, Hkv=1),
     "odd widths": dict(n=70, r=5, e=19, feature="elu1"),
     "wide": dict(n=20, r=130, e=20, feature="elu1", B=1, H=1, Hkv=1),
     "wide values": dict(n=20, r=20, e=140, feature="elu1", B=1, H=1, Hkv=1),
 }
 
 
-def build(B=2, H=2, Hkv=2, n=100, m=None, r=16, e=16, decay=None, segments=None, state=False, **rest):
+def build(B=2, H=2, Hkv=2, n=100, m=None, r=16, e=16, decay=None, angles=False, segments=None, state=False, **rest):
     q, k, v = draw(B, H, Hkv, n, r, e, m=m)
     g = torch.Generator().manual_seed(3)
     options = dict(rest)
+    if angles:
+        options["angles"] = (1.5 * torch.rand(B, max(n, m or n), generator=g)).double().to(DEVICE)
     if decay is not None:
         shape = (H,) if decay == "head" else (B, H, n)
         options["log_decay"] = (-0.3 * torch.rand(shape, generator=g)).double().to(DEVICE)
@@ -180,7 +198,7 @@ def build(B=2, H=2, Hkv=2, n=100, m=None, r=16, e=16, decay=None, segments=None,
         options["segments"] = torch.tensor(SEGMENTS[segments], device=DEVICE)[:B]
     if state:
         heads = Hkv if decay is None else H
-        options["state"] = draw_state(B, heads, r, e, log_scale=rest.get("feature") == "exp")
+        options["state"] = draw_state(B, heads, 2 * r if angles else r, e, log_scale=rest.get("feature") == "exp")
     return (q, k, v), options
 
 
@@ -408,6 +426,11 @@ def test_inputs_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
         assert torch.equal(fading._again(q, k, v), want)
     fading.log_lambda.mul_(2)
     assert not torch.equal(fading._again(q, k, v), want)  # a decay written to is read anew
+    turned = h.Linear(h.CosFormer(100))
+    assert turned._again(q, k, v) is None
+    angles = torch.arange(70, device=DEVICE)[None] * (torch.pi / 200)
+    want, _ = fused.chunked_linear(q, k, v, feature="relu", angles=angles)
+    assert distance(turned._again(q, k, v), want) < 1e-6
     apart = [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]
     unaligned = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in (q, k, v)]
     for inputs in ([x[:, :, :-1] for x in (q, k, v)], [q, *apart[1:]], unaligned, [x.double() for x in (q, k, v)]):
@@ -437,6 +460,24 @@ def test_a_second_derivative_is_refused_not_forgotten():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("segments", [None, "packed", "mixed"])
+@pytest.mark.parametrize("pattern", [h.Causal(), h.Full()], ids=["causal", "full"])
+def test_features_turned_in_the_kernel_are_those_given_to_it(pattern, segments, monkeypatch):
+    """cosFormer by itself, and by features of twice the width."""
+    (q, k, v), options = build(n=100, H=2, Hkv=1, segments=segments)
+    ids = None if segments is None else options["segments"][:, None]
+    attend = h.Linear(h.CosFormer(100), pattern)
+    _, inner = attend._kernel_inputs(q, k, v, ids)
+    assert inner["feature"] == "relu"
+    assert "features are made in the kernel" in h.backend.explain(attend, q, k, v, segments=ids)
+    turned, state = attend.prefill(q, k, v, segments=ids)
+    monkeypatch.setattr(attend, "_turned", lambda: None)
+    assert attend._kernel_inputs(q, k, v, ids)[1]["feature"] == "identity"
+    given, last = attend.prefill(q, k, v, segments=ids)
+    for x, y in zip((turned, state.S, state.z), (given, last.S, last.z), strict=True):
+        assert distance(x, y) < 1e-12
+
+
 def test_what_it_cannot_take_it_refuses_in_words(form):
     q, k, v = draw(1, 4, 2, 10, 8, 8, dtype=torch.float32)
 
@@ -450,6 +491,10 @@ def test_what_it_cannot_take_it_refuses_in_words(form):
     refused("multiple of", q[:, :3], k, v)
     refused("feature must be one of", q, k, v, feature="cosine")
     refused("log_decay must be", q, k, v, log_decay=torch.zeros(3, device=DEVICE))
+    angles = torch.zeros(1, 10, device=DEVICE)
+    refused("angles must be", q, k, v, angles=angles[:, :9])
+    refused("no gradient", q, k, v, angles=angles.clone().requires_grad_())
+    refused("state.S must be", q, k, v, angles=angles, state=form.chunked_linear(q, k, v)[1])
     refused("log_decay needs causal", q, k, v, causal=False, log_decay=torch.zeros(4, device=DEVICE))
     ids = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 2, 2]], device=DEVICE)
     refused("comes back", q, k, v, segments=ids)
@@ -469,6 +514,8 @@ def test_what_only_the_reference_takes():
     assert "normaliser takes out" in fused.objections(q, k, v, feature="exp", normalise=False)[0]
     wide = draw(1, 1, 1, 10, 300, 8, dtype=torch.float32)
     assert "widths" in fused.objections(*wide)[0]
+    wide = draw(1, 1, 1, 10, 130, 8, dtype=torch.float32)
+    assert "260 features" in fused.objections(*wide, angles=torch.zeros(1, 10, device=DEVICE))[0]
     o, _ = reference.chunked_linear(*draw(1, 2, 2, 10, 8, 8), causal=False, segments=ids)
     want, _ = dense(*draw(1, 2, 2, 10, 8, 8), causal=False, segments=ids)
     assert distance(o, want) < 1e-11

@@ -1,6 +1,7 @@
 """What linear mechanisms share: features of queries and keys, one chunked kernel, one running state.
 
     forward     chunks of c: inside by tril(φq φkᵀ), across by S      (kernels/chunked_linear)
+                features that the kernel knows are made inside, and turned there by angles (cosFormer's)
                 where log φ is linear in a token, features are made inside (kernels/random_features)
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
@@ -18,7 +19,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.core import Cost, Dims, RecurrentMechanism
-from heedful.feature_maps import FeatureMap, LogFeatureMap
+from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
 from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
@@ -112,7 +113,7 @@ class Featured(RecurrentMechanism):
 
     def _again(self, q, k, v) -> Tensor | None:
         """The output, where the kernel has taken inputs of this kind before: a short way to the launch. Or None."""
-        name = self.feature_map.kernel_name
+        turned, name = self._turned(), self._known().kernel_name
         if name is None or self.kernel is not chunked_linear or not q.ndim == k.ndim == v.ndim == 4:
             return None
         decay, heads = self.log_decay(), q.shape[1]
@@ -121,7 +122,20 @@ class Featured(RecurrentMechanism):
                 return None
             own = decay
             decay = kept(_DECAYS, [own], heads, lambda: own.expand(heads).float().contiguous())
-        return chunked_linear.again(q, k, v, name, self.normalise, isinstance(self.pattern, Causal), decay)
+        angles = None if turned is None else _angles(turned, None, q.shape[-2], k.shape[-2], q.device)
+        return chunked_linear.again(q, k, v, name, self.normalise, isinstance(self.pattern, Causal), decay, angles)
+
+    def _turned(self) -> TurnedFeatureMap | None:
+        """The feature map, where the kernel turns features by itself."""
+        turned = self.feature_map
+        if not isinstance(turned, TurnedFeatureMap) or self.kernel is not chunked_linear:
+            return None
+        return None if turned.still.kernel_name is None else turned
+
+    def _known(self) -> FeatureMap:
+        """The features that the kernel may know: those before they are turned, where it does that."""
+        turned = self._turned()
+        return self.feature_map if turned is None else turned.still
 
     def _fused(self, q, k, v, segments: Tensor | None) -> tuple[list[str], list[Tensor], dict[str, Any]]:
         """Why the kernel that makes features itself can't run; if nothing speaks against it, its inputs."""
@@ -198,11 +212,11 @@ class Featured(RecurrentMechanism):
         """The kernel takes (batch, heads, tokens, width) and (batch, tokens), segments in runs, n = m or Full."""
         n, m = q.shape[-2], k.shape[-2]
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        turned, name = self._turned(), self._known().kernel_name
+        angles = None if turned is None else _angles(turned, segments, n, m, q.device)
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q), self.feature_map.log_key(k)
-        elif self.feature_map.kernel_name is not None:
-            name = self.feature_map.kernel_name
-        else:
+        elif name is None:
             layout = resolve(segments, n, m, q.device)
             name = "identity"
             q = self.feature_map.query(q, layout.query_positions)
@@ -213,6 +227,9 @@ class Featured(RecurrentMechanism):
         if segments is not None:
             ids = segments.squeeze(-2) if shared and segments.ndim > 1 else segments
             segments = ids.expand(*rows, m).reshape(size[0], m)
+            if angles is not None:
+                angles = angles.squeeze(-2) if shared and angles.ndim > 1 else angles
+                angles = angles.expand(*rows, m).reshape(size[0], m)
         decay = self.log_decay()
         if decay is not None:
             own = shared and batch  # rows of the kernel's batch share one decay a head
@@ -224,6 +241,8 @@ class Featured(RecurrentMechanism):
             "log_decay": decay,
             "segments": segments,
         }
+        if angles is not None:
+            options["angles"] = angles
         return [_as_batch(x, batch, size) for x in (q, k, v)], options
 
     def init_state(self, q, k, v) -> Running:
@@ -283,10 +302,19 @@ class Featured(RecurrentMechanism):
             if not refused:
                 return random_features.explain(*inputs, **options)
             first = f"random_features: {'; '.join(refused)}\n"
+        if self._turned() is not None:
+            first = f"{type(self.feature_map).__name__}: features are made in the kernel, from angles\n"
         if q.shape[-2] < k.shape[-2]:
             q = q.new_zeros(*q.shape[:-2], *k.shape[-2:])
         inputs, options = self._kernel_inputs(q, k, v, segments)
         return first + self.kernel.explain(*inputs, **options)
+
+
+def _angles(turned: TurnedFeatureMap, segments: Tensor | None, n: int, m: int, device) -> Float[Tensor, "*s l"]:
+    """Of the last of n queries and m keys, as many as there are of the more."""
+    if segments is None:
+        return turned.line(min(m - n, 0), m, device)[None]
+    return turned.angles(resolve(segments, n, m, device).key_positions)
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:

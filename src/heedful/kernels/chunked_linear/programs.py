@@ -13,6 +13,8 @@
                 queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
                 decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t
+    angles      cos(a_i − a_j) is one more factor of W in a block. Between blocks it is cos cos + sin sin: there are two
+                states, S, z of φk cos a and T, x of φk sin a, which lie r columns further on in a slot
     joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
                 Of one chunk states and adjoints are too: z, y and δ are made in the walk (1 launch)
     weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
@@ -171,6 +173,23 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
 
 
 @triton.jit
+def _turn(turns, t, n, real, TURNED: tl.constexpr, EVEN_N: tl.constexpr):
+    """The cosine and the sine of each token's angle, where there are angles; zero where no token is real."""
+    c, s = real, real
+    if TURNED and EVEN_N:
+        c, s = tl.load(turns + t), tl.load(turns + n + t)
+    elif TURNED:
+        c, s = tl.load(turns + t, mask=real, other=0.0), tl.load(turns + n + t, mask=real, other=0.0)
+    return c, s
+
+
+@triton.jit
+def _turned_back(x, y, c, s):
+    """x cos + y sin, token by token: what belongs to φ cos and to φ sin, brought to φ."""
+    return x * c[:, None] + y * s[:, None]
+
+
+@triton.jit
 def _reciprocal(den):
     """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
     some = tl.abs(den) >= TINY
@@ -178,9 +197,22 @@ def _reciprocal(den):
 
 
 @triton.jit
-def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, ADJOINT: tl.constexpr):
+def _weigh(
+    a,
+    b,
+    run,
+    c,
+    s,
+    BLOCK: tl.constexpr,
+    DECAY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    ADJOINT: tl.constexpr,
+):
     """W ∘ a for a[query, key]; for a[key, query] with ADJOINT."""
     i = tl.arange(0, BLOCK)
+    if TURNED:
+        a = a * (c[:, None] * c[None, :] + s[:, None] * s[None, :])
     seen = i[None, :] >= i[:, None] if ADJOINT else i[:, None] >= i[None, :]
     if SEGMENTS:
         seen = seen & (run[:, None] == run[None, :])
@@ -196,6 +228,7 @@ def states(
     k,
     v,
     shift,
+    turns,
     decay,
     code,
     slots,
@@ -219,6 +252,7 @@ def states(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -240,12 +274,15 @@ def states(
     k += batch * k_b + kv * k_h + skip * k_t
     v += batch * v_b + kv * v_h + skip * v_t
     shift += (batch * KV + kv) * n + base
+    turns += batch * 2 * n + base
     decay += row * n if DECAY == 2 else head
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    f = r * 2 if TURNED else r
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
     S = tl.zeros([E, R], tl.float32)
     z = tl.zeros([R], tl.float32)
+    T, x = S, z
     kept = 1.0
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, _b, _run, _into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
@@ -253,19 +290,29 @@ def states(
         fk = _features(k, shift, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         if NORMALISE and CAUSAL:
-            tl.store(sums + at // BLOCK * r, z, mask=cr < r)
+            _note(sums + at // BLOCK * f, z, x, cr, r, TURNED)
         if DECAY > 0 or SEGMENTS:
             fk = fk * leave[:, None]
             S = S * keep
             z = z * keep
             kept = kept * keep
+        if TURNED:
+            c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
+            sine = fk * s[:, None]
+            fk = fk * c[:, None]
+            if DECAY > 0 or SEGMENTS:
+                T = T * keep
+                x = x * keep
+            T = tl.dot(tl.trans(vb), sine.to(OPERAND), T, input_precision=PRECISION)
+            if NORMALISE:
+                x += tl.sum(sine, 0)
         S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if NORMALISE:
             z += tl.sum(fk, 0)
-    slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
-    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
-    if NORMALISE:
-        tl.store(slot + r * e + cr, z, mask=cr < r)
+    slot = slots + (row * (chunks + 1) + chunk + 1) * (f * e + f if NORMALISE else f * e)
+    _hold(slot, cr, ce, r, f, e, S, z, r, NORMALISE)
+    if TURNED:
+        _hold(slot + r, cr, ce, r, f, e, T, x, r, NORMALISE)
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
@@ -318,30 +365,38 @@ def scan(
 
 
 @triton.jit
-def _held(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
-    """Sᵀ and z of a slot, of its first `rows` features."""
-    S = tl.load(slot + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+def _held(slot, cr, ce, f, e, rows, NORMALISE: tl.constexpr):
+    """Sᵀ and z of a slot of f features, the first `rows` of them."""
+    S = tl.load(slot + ce[:, None] * f + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if NORMALISE:
-        z = tl.load(slot + r * e + cr, mask=cr < rows, other=0.0)
+        z = tl.load(slot + f * e + cr, mask=cr < rows, other=0.0)
     return S, z
 
 
 @triton.jit
-def _hold(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
-    """Stores them; of z the first `rows` features."""
-    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
+def _hold(slot, cr, ce, r, f, e, S, z, rows, NORMALISE: tl.constexpr):
+    """Stores r of f features; of z the first `rows`."""
+    tl.store(slot + ce[:, None] * f + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
     if NORMALISE:
-        tl.store(slot + r * e + cr, z, mask=cr < rows)
+        tl.store(slot + f * e + cr, z, mask=cr < rows)
 
 
 @triton.jit
-def _start(slot, cr, ce, r, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
+def _note(sums, z, x, cr, r, TURNED: tl.constexpr):
+    """Stores z of a block, and x, that of the sines."""
+    tl.store(sums, z, mask=cr < r)
+    if TURNED:
+        tl.store(sums + r, x, mask=cr < r)
+
+
+@triton.jit
+def _start(slot, cr, ce, r, f, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
     """The state of a slot where one is given, which may be no memory at all where none is."""
     S = tl.zeros([ce.shape[0], cr.shape[0]], tl.float32)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if GIVEN:
-        S, z = _held(slot, cr, ce, r, e, r, NORMALISE)
+        S, z = _held(slot, cr, ce, f, e, r, NORMALISE)
     return S, z
 
 
@@ -353,6 +408,7 @@ def _before(
     cr,
     ce,
     r,
+    f,
     e,
     GIVEN: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -361,16 +417,16 @@ def _before(
     LAUNCHES: tl.constexpr,
 ):
     """The state before a chunk: scanned already (3 launches), the sum of all chunks before it (2), or given (1)."""
-    width = r * e + r if NORMALISE else r * e
+    width = f * e + f if NORMALISE else f * e
     if LAUNCHES == 3:
         if CAUSAL:
             slots += chunk * width
-        S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
+        S, z = _held(slots, cr, ce, f, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
     else:
-        S, z = _start(slots, cr, ce, r, e, GIVEN, NORMALISE)
+        S, z = _start(slots, cr, ce, r, f, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for c in range(0, chunk):
-            own, own_z = _held(slots + (c + 1) * width, cr, ce, r, e, r, NORMALISE)
+            own, own_z = _held(slots + (c + 1) * width, cr, ce, f, e, r, NORMALISE)
             if WEIGHTED:
                 keep = tl.load(keeps + c)
                 S = S * keep
@@ -389,6 +445,7 @@ def _after(
     cr,
     ce,
     r,
+    f,
     e,
     GIVEN: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -397,19 +454,19 @@ def _after(
     LAUNCHES: tl.constexpr,
 ):
     """The adjoint after a chunk, in the same three ways."""
-    width = r * e + r if NORMALISE else r * e
+    width = f * e + f if NORMALISE else f * e
     if LAUNCHES == 3:
         if CAUSAL:
             slots += (chunk + 1) * width
-            S, y = _held(slots, cr, ce, r, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
+            S, y = _held(slots, cr, ce, f, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
         else:
-            S, y = _held(slots, cr, ce, r, e, r, NORMALISE)
+            S, y = _held(slots, cr, ce, f, e, r, NORMALISE)
     else:
-        S, y = _start(slots + chunks * width, cr, ce, r, e, GIVEN, NORMALISE)
+        S, y = _start(slots + chunks * width, cr, ce, r, f, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for step in range(1, chunks - chunk):
             c = chunks - step
-            own, own_y = _held(slots + c * width, cr, ce, r, e, r, NORMALISE)
+            own, own_y = _held(slots + c * width, cr, ce, f, e, r, NORMALISE)
             if WEIGHTED:
                 keep = tl.load(keeps + c)
                 S = S * keep
@@ -428,6 +485,7 @@ def outputs(
     den,
     shift_q,
     shift_k,
+    turns,
     decay,
     code,
     slots,
@@ -461,6 +519,7 @@ def outputs(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -487,34 +546,47 @@ def outputs(
     den += row * n + base
     shift_q += row * n + base
     shift_k += (batch * KV + kv) * n + base
+    turns += batch * 2 * n + base
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
-    width = r * e + r if NORMALISE else r * e
+    f = r * 2 if TURNED else r
+    width = f * e + f if NORMALISE else f * e
     slots += owner * (chunks + 1 if CAUSAL else 1) * width
     keeps += owner * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, z = _before(slots, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    T, x = S, z
+    if TURNED:
+        T, x = _before(slots + r, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     writes = (part == 0) & (head % (H // HEADS) == 0)  # one program a state
     if NORMALISE:
-        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
     CLEAR: tl.constexpr = 2 if SEGMENTS or LAUNCHES == 1 else 1
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         phi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         fq = phi.to(OPERAND)
+        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
+        if TURNED:
+            acc = _turned_back(acc, tl.dot(fq, tl.trans(T.to(OPERAND)), input_precision=PRECISION), c, s)
         if NORMALISE:
-            zs = z
+            zs, xs = z, x
             if CAUSAL and LAUNCHES > 1:
-                zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
-            below = tl.sum(phi * zs[None, :], 1)
+                zs += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
+                if TURNED:
+                    xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
+            if TURNED:
+                below = tl.sum(phi * (c[:, None] * zs[None, :] + s[:, None] * xs[None, :]), 1)
+            else:
+                below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
             fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, CLEAR)
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             a = tl.dot(fq, tl.trans(fk.to(OPERAND)), input_precision=PRECISION)
-            a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
+            a = _weigh(a, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, False)
             if DECAY > 0 or SEGMENTS:
                 acc = acc * into[:, None]
                 fk = fk * leave[:, None]
@@ -522,14 +594,23 @@ def outputs(
             if NORMALISE:
                 if LAUNCHES == 1:
                     if writes:
-                        tl.store(sums + at // BLOCK * r, z, mask=cr < r)
+                        _note(sums + at // BLOCK * f, z, x, cr, r, TURNED)
                 if DECAY > 0 or SEGMENTS:
                     below = below * into
                     z = z * keep
                 below += tl.sum(a, 1)
-                if LAUNCHES == 1:
-                    z += tl.sum(fk, 0)
             acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
+            if TURNED:
+                sine = fk * s[:, None]
+                fk = fk * c[:, None]
+                if DECAY > 0 or SEGMENTS:
+                    T = T * keep
+                    x = x * keep
+                T = tl.dot(tl.trans(vb), sine.to(OPERAND), T, input_precision=PRECISION)
+                if NORMALISE and LAUNCHES == 1:
+                    x += tl.sum(sine, 0)
+            if NORMALISE and LAUNCHES == 1:
+                z += tl.sum(fk, 0)
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if SEGMENTS:
             acc = tl.where(real[:, None], acc, 0.0)
@@ -543,8 +624,13 @@ def outputs(
     if LAUNCHES < 3:
         if (chunk == chunks - 1) & (head % (H // HEADS) == 0):
             if NORMALISE and LAUNCHES == 2:
-                z += tl.load(slots + chunks * width + r * e + cr, mask=cr < r, other=0.0)
-            _hold(final + owner * width, cr, ce, r, e, S, z, tl.where(part == 0, r, 0), NORMALISE)
+                z += tl.load(slots + chunks * width + f * e + cr, mask=cr < r, other=0.0)
+                if TURNED:
+                    x += tl.load(slots + chunks * width + f * e + r + cr, mask=cr < r, other=0.0)
+            final += owner * width
+            _hold(final, cr, ce, r, f, e, S, z, tl.where(part == 0, r, 0), NORMALISE)
+            if TURNED:
+                _hold(final + r, cr, ce, r, f, e, T, x, tl.where(part == 0, r, 0), NORMALISE)
 
 
 @triton.jit
@@ -555,6 +641,7 @@ def adjoints(
     den,
     delta,
     shift,
+    turns,
     decay,
     code,
     slots,
@@ -581,6 +668,7 @@ def adjoints(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -606,24 +694,31 @@ def adjoints(
     den += first
     delta += first
     shift += first
+    turns += batch * 2 * n + base
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    f = r * 2 if TURNED else r
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
     S = tl.zeros([E, R], tl.float32)
     y = tl.zeros([R], tl.float32)
+    T, x = S, y
     kept = 1.0
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, _b, _run, into, _leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
+        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         if NORMALISE and CAUSAL:
-            tl.store(sums + at // BLOCK * r, y, mask=cr < r)
+            _note(sums + at // BLOCK * f, y, x, cr, r, TURNED)
         if DECAY > 0 or SEGMENTS:
             S = S * keep
             y = y * keep
             kept = kept * keep
+            if TURNED:
+                T = T * keep
+                x = x * keep
         for h in tl.static_range(GROUP):
             psi = _features(q + h * q_h, shift + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
             dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
@@ -636,13 +731,19 @@ def adjoints(
                     tl.store(delta + h * n + t, d, mask=base + t < n)
             if NORMALISE or DECAY > 0 or SEGMENTS:
                 psi = psi * scale[:, None]
+            if TURNED:
+                sine = psi * s[:, None]
+                psi = psi * c[:, None]
+                T = tl.dot(tl.trans(dob.to(OPERAND)), sine.to(OPERAND), T, input_precision=PRECISION)
+                if NORMALISE:
+                    x -= tl.sum(sine * d[:, None], 0)
             S = tl.dot(tl.trans(dob.to(OPERAND)), psi.to(OPERAND), S, input_precision=PRECISION)
             if NORMALISE:
                 y -= tl.sum(psi * d[:, None], 0)
-    slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
-    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
-    if NORMALISE:
-        tl.store(slot + r * e + cr, y, mask=cr < r)
+    slot = slots + (row * (chunks + 1) + chunk) * (f * e + f if NORMALISE else f * e)
+    _hold(slot, cr, ce, r, f, e, S, y, r, NORMALISE)
+    if TURNED:
+        _hold(slot + r, cr, ce, r, f, e, T, x, r, NORMALISE)
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
@@ -668,6 +769,7 @@ def _queries(
     dq,
     shift_q,
     shift_k,
+    turns,
     decay,
     code,
     slots,
@@ -709,6 +811,7 @@ def _queries(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -738,40 +841,54 @@ def _queries(
     delta += row * n + base
     shift_q += row * n + base
     shift_k += (batch * KV + kv) * n + base
+    turns += batch * 2 * n + base
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    width = r * e + r if NORMALISE else r * e
+    f = r * 2 if TURNED else r
+    width = f * e + f if NORMALISE else f * e
     slots += owner * (chunks + 1 if CAUSAL else 1) * width
     keeps += owner * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, z = _before(slots, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    T, x = S, z
+    if TURNED:
+        T, x = _before(slots + r, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         raw = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
         dob = raw.to(OPERAND)
+        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         grad = tl.zeros([BLOCK, R], tl.float32)
+        sine = grad
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
-            zs = z
+            zs, xs = z, x
             if LAUNCHES == 1:
                 minus = -_dots(o, raw, t, o_t, ce, e, real, EVEN_N, EVEN_C)
-                zs = tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+                zs = tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
+                if TURNED:
+                    xs = tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
             else:
                 minus = -tl.load(delta + t, mask=real, other=0.0)
                 if CAUSAL:
-                    zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+                    zs += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
+                    if TURNED:
+                        xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
             grad += minus[:, None] * zs[None, :]
+            sine += minus[:, None] * xs[None, :]
             d += minus[:, None]
         grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
+        if TURNED:
+            grad = _turned_back(grad, tl.dot(dob, T.to(OPERAND), sine, input_precision=PRECISION), c, s)
         if CAUSAL:
             fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
-            d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, False).to(OPERAND)
+            d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
                 grad = grad * into[:, None]
             grad = tl.dot(d, fk.to(OPERAND), grad, input_precision=PRECISION)
@@ -779,6 +896,12 @@ def _queries(
                 fk = fk * leave[:, None]
                 S = S * keep
                 z = z * keep
+            if TURNED:
+                if DECAY > 0 or SEGMENTS:
+                    T = T * keep
+                    x = x * keep
+                T = tl.dot(tl.trans(vb), (fk * s[:, None]).to(OPERAND), T, input_precision=PRECISION)
+                fk = fk * c[:, None]
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if CLOCKED:
             turn = tl.sum(grad * _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0), 1)
@@ -808,6 +931,7 @@ def _keys(
     dv,
     shift_q,
     shift_k,
+    turns,
     decay,
     code,
     slots,
@@ -856,6 +980,7 @@ def _keys(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -890,17 +1015,22 @@ def _keys(
     delta += token
     shift_q += token
     shift_k += (batch * KV + kv) * n + base
+    turns += batch * 2 * n + base
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr = (0 if DV else part * R) + tl.arange(0, R)
     ce = (0 if DK else part * E) + tl.arange(0, E)
-    width = r * e + r if NORMALISE else r * e
+    f = r * 2 if TURNED else r
+    width = f * e + f if NORMALISE else f * e
     slots += row * (chunks + 1 if CAUSAL else 1) * width
     keeps += row * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, y = _after(slots, keeps, chunk, chunks, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, y = _after(slots, keeps, chunk, chunks, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    T, x = S, y
+    if TURNED:
+        T, x = _after(slots + r, keeps, chunk, chunks, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+        sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
@@ -909,25 +1039,37 @@ def _keys(
         fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
         fk = fk.to(OPERAND)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        held = S.to(OPERAND)
+        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
+        held, held_sine = S.to(OPERAND), T.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION)
+            if TURNED:
+                gv = _turned_back(gv, tl.dot(fk, tl.trans(held_sine), input_precision=PRECISION), c, s)
             if DECAY > 0 or SEGMENTS:
                 gv = gv * leave[:, None]
         if DK:
             gk = tl.zeros([BLOCK, R], tl.float32)
+            sine = gk
             if NORMALISE:
-                ys = y
+                ys, xs = y, x
                 if CAUSAL and LAUNCHES > 1:
-                    ys += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+                    ys += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
+                    if TURNED:
+                        xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
                 gk += ys[None, :]
+                sine += xs[None, :]
             gk = tl.dot(vb, held, gk, input_precision=PRECISION)
+            if TURNED:
+                gk = _turned_back(gk, tl.dot(vb, held_sine, sine, input_precision=PRECISION), c, s)
             if DECAY > 0 or SEGMENTS:
                 gk = gk * leave[:, None]
         if CAUSAL:
             if DECAY > 0 or SEGMENTS:
                 S = S * keep
                 y = y * keep
+                if TURNED:
+                    T = T * keep
+                    x = x * keep
             for h in tl.static_range(GROUP):
                 psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
                 raw = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
@@ -940,21 +1082,30 @@ def _keys(
                 if NORMALISE:
                     psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
                 if NORMALISE and DK and LAUNCHES == 1:
-                    y -= tl.sum(psi * (delta_h * into)[:, None], 0)
+                    if TURNED:
+                        y -= tl.sum(psi * (delta_h * into * c)[:, None], 0)
+                        x -= tl.sum(psi * (delta_h * into * s)[:, None], 0)
+                    else:
+                        y -= tl.sum(psi * (delta_h * into)[:, None], 0)
                 fq = psi.to(OPERAND)
                 if DV:
                     a = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
-                    a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
+                    a = _weigh(a, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, True).to(OPERAND)
                     gv = tl.dot(a, dob, gv, input_precision=PRECISION)
                 if DK:
                     d = tl.zeros([BLOCK, BLOCK], tl.float32)
                     if NORMALISE:
                         d -= delta_h[None, :]
                     d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
-                    d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
+                    d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, True).to(OPERAND)
                     gk = tl.dot(d, fq, gk, input_precision=PRECISION)
                 if DECAY > 0 or SEGMENTS:
-                    fq = (psi * into[:, None]).to(OPERAND)
+                    psi = psi * into[:, None]
+                if TURNED:
+                    T = tl.dot(tl.trans(dob), (psi * s[:, None]).to(OPERAND), T, input_precision=PRECISION)
+                    psi = psi * c[:, None]
+                if DECAY > 0 or SEGMENTS or TURNED:
+                    fq = psi.to(OPERAND)
                 S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
             if CLOCKED:
@@ -972,8 +1123,13 @@ def _keys(
     if FIRST and DK and LAUNCHES < 3:
         if chunk == 0:
             if NORMALISE and LAUNCHES == 2:
-                y += tl.load(slots + r * e + cr, mask=cr < r, other=0.0)
-            _hold(first + row * width, cr, ce, r, e, S, y, r, NORMALISE)
+                y += tl.load(slots + f * e + cr, mask=cr < r, other=0.0)
+                if TURNED:
+                    x += tl.load(slots + f * e + r + cr, mask=cr < r, other=0.0)
+            first += row * width
+            _hold(first, cr, ce, r, f, e, S, y, r, NORMALISE)
+            if TURNED:
+                _hold(first + r, cr, ce, r, f, e, T, x, r, NORMALISE)
 
 
 @triton.jit
@@ -990,6 +1146,8 @@ def gradients(
     dv,
     shift_q,
     shift_k,
+    turns_q,
+    turns_k,
     decay,
     code,
     slots,
@@ -1050,6 +1208,7 @@ def gradients(
     CAUSAL: tl.constexpr,
     DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -1064,17 +1223,17 @@ def gradients(
     if QUERIES:
         if pid < split:
             _queries(
-                pid, q, k, v, o, do, den, delta, dq, shift_q, shift_k, decay, code, slots, keeps, sums, gain, rows,
-                q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, n,
-                span, chunks_q, r, e, H, KV, HEADS, GIVEN, LAUNCHES, CLOCKED, FEATURE, NORMALISE, CAUSAL, DECAY,
-                SEGMENTS, OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
+                pid, q, k, v, o, do, den, delta, dq, shift_q, shift_k, turns_q, decay, code, slots, keeps, sums, gain,
+                rows, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+                n, span, chunks_q, r, e, H, KV, HEADS, GIVEN, LAUNCHES, CLOCKED, FEATURE, NORMALISE, CAUSAL, DECAY,
+                SEGMENTS, TURNED, OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
             )  # fmt: skip
     if DK or DV:
         if pid >= split:
             _keys(
-                pid - split, q, k, v, o, do, den, delta, dk, dv, shift_q, shift_k, decay, code, back, keeps_back,
-                after, first, loss, rows, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h,
-                do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, m, span, chunks_k, r, e, H, KV, HEADS, GIVEN_BACK, FIRST,
-                LAUNCHES, CLOCKED, DK, DV, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, OPERAND, PRECISION, EVEN_N,
-                EVEN_C, BLOCK, R, E, PARTS,
+                pid - split, q, k, v, o, do, den, delta, dk, dv, shift_q, shift_k, turns_k, decay, code, back,
+                keeps_back, after, first, loss, rows, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+                do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, m, span, chunks_k, r, e, H, KV, HEADS,
+                GIVEN_BACK, FIRST, LAUNCHES, CLOCKED, DK, DV, FEATURE, NORMALISE, CAUSAL, DECAY, SEGMENTS, TURNED,
+                OPERAND, PRECISION, EVEN_N, EVEN_C, BLOCK, R, E, PARTS,
             )  # fmt: skip

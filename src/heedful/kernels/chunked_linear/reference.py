@@ -1,7 +1,7 @@
 """Chunked linear attention in plain torch: the same call as the Triton form, on any device, any float type.
 
     definition  o_i = Σ_j w_ij (φq_i·φk_j) v_j / Σ_j w_ij (φq_i·φk_j),   j of i's segment, j ≤ i if causal
-                w_ij = Π_{j<t≤i} exp(log_decay_t);  a row with a zero denominator is zero
+                w_ij = Π_{j<t≤i} exp(log_decay_t) cos(angle_i − angle_j);  a row with a zero denominator is zero
     fast        chunks of c tokens:  P = W ∘ φq φkᵀ,  num = P v + into · φq S,  den = P 1 + into · φq z
                 S ← keep · S + (leave · φk)ᵀ v,   z ← keep · z + Σ leave · φk
                 with b the cumsum of log_decay:  W_ij = exp(b_i − b_j), into_i = exp(b_i),
@@ -10,6 +10,7 @@
                 dφq = D φk + into (g Sᵀ + c zᵀ),   dφk = Dᵀ φq + leave (v Rᵀ + t),   dv = Pᵀ g + leave φk R
                 R ← keep · R + (into · φq)ᵀ g,   t ← keep · t + Σ into · c φq,   backwards in time
                 d log_decay_t = Σ_{i≥t} (φq_i·dφq_i − φk_i·dφk_i) + ⟨S_n, R_n⟩ + ⟨z_n, t_n⟩
+    angles      cos(a − b) = cos a cos b + sin a sin b: as many features again, [φ cos, φ sin] for φ above
     on a CPU    a group of chunks of all heads at once, as large as stays in the cache: features, products and quotient,
                 nothing of size n·r or n·c in memory. One state a group is kept for the gradients, which make the rest
                 of it again. A normaliser as a value column would make products of odd width, a sixth slower
@@ -44,7 +45,7 @@ LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
 
 
 class LinearState(NamedTuple):
-    """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs).
+    """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs); 2r for r where there are angles.
 
     Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is
     None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs).
@@ -56,7 +57,7 @@ class LinearState(NamedTuple):
 
 
 def objections(
-    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None, state=None
+    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None, state=None
 ) -> list[str]:
     """Why these inputs have no meaning, in sentences; none if they do. New segments wait for the device."""
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -80,6 +81,12 @@ def objections(
             said.append("log_decay needs causal: it counts tokens from a key to a later query.")
         if tuple(log_decay.shape) not in ((H,), (B, H, n)):
             said.append(f"log_decay must be {(H,)} or {(B, H, n)}, got {tuple(log_decay.shape)}.")
+    if angles is not None:
+        if tuple(angles.shape) not in ((1, max(n, m)), (B, max(n, m))) or not angles.is_floating_point():
+            want = f"{(B, max(n, m))} or {(1, max(n, m))} in floating point"
+            said.append(f"angles must be {want}, got {tuple(angles.shape)} in {angles.dtype}.")
+        if angles.requires_grad:
+            said.append("angles have no gradient here: give them detached.")
     if segments is not None:
         if tuple(segments.shape) != (B, n) or n != m:
             got = f"{tuple(segments.shape)} and {m} keys"
@@ -89,12 +96,12 @@ def objections(
         elif not runs(segments)[1]:
             said.append("a segment id comes back after another one: each segment must be one run of tokens.")
     if state is not None:
-        heads = Hkv if log_decay is None else H
-        if tuple(state.S.shape) != (B, heads, r, e):
-            said.append(f"state.S must be {(B, heads, r, e)}, got {tuple(state.S.shape)}.")
-        if normalise and (state.z is None or tuple(state.z.shape) != (B, heads, r)):
+        heads, f = Hkv if log_decay is None else H, r if angles is None else 2 * r
+        if tuple(state.S.shape) != (B, heads, f, e):
+            said.append(f"state.S must be {(B, heads, f, e)}, got {tuple(state.S.shape)}.")
+        if normalise and (state.z is None or tuple(state.z.shape) != (B, heads, f)):
             shape = None if state.z is None else tuple(state.z.shape)
-            said.append(f"state.z must be {(B, heads, r)} where normalise is true, got {shape}.")
+            said.append(f"state.z must be {(B, heads, f)} where normalise is true, got {shape}.")
         if (feature == "exp") != (state.log_scale is not None):
             said.append("state.log_scale belongs to exp features: the state is one of another feature map.")
     return said
@@ -109,10 +116,15 @@ def chunked_linear(
     normalise: bool = True,
     causal: bool = True,
     log_decay: Tensor | None = None,
+    angles: Tensor | None = None,
     segments: Tensor | None = None,
     state: LinearState | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Linear attention and the state after the last token.
+
+    log_decay   (H,), or (B, H, n)
+    angles      (B, n) or (1, n): a weight is multiplied by cos(angle_i − angle_j), as cosFormer's are. Where there are
+                more keys than queries, or fewer, there is one for each of the more; both end with the last of them
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> whole, _ = chunked_linear(q, k, v, feature="elu1")
@@ -121,9 +133,10 @@ def chunked_linear(
     >>> torch.allclose(whole[:, :, 9:], last, atol=1e-6)
     True
 
-    Katharopoulos et al. 2020, arXiv 2006.16236; decay as in Sun et al. 2023, arXiv 2307.08621.
+    Katharopoulos et al. 2020, arXiv 2006.16236; decay as in Sun et al. 2023, arXiv 2307.08621; angles as in Qin et al.
+    2022, arXiv 2202.08791.
     """
-    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
+    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, angles=angles)
     if said := objections(q, k, v, **options, segments=segments, state=state):
         raise ValueError(" ".join(said))
     (B, H, n, r), (_, Hkv, m, e) = q.shape, v.shape
@@ -135,17 +148,20 @@ def chunked_linear(
     if feature == "exp":
         shift_q, shift_k, log_scale, decay, state = exp_shifts(q, k, causal, decay, code, state, heads)
 
+    turns = None if angles is None else turns_of(angles, B, wide)[:, None]
     u = v if code is None else torch.where((code >= 0)[:, None, :, None], v, 0.0)
     if state is None:
-        state = LinearState(*(torch.zeros(B, heads, r, *width, device=q.device) for width in ((e,), ())))
+        f = r if angles is None else 2 * r
+        state = LinearState(*(torch.zeros(B, heads, f, *width, device=q.device) for width in ((e,), ())))
     S = repeat(state.S.to(wide), H)
     z = repeat(state.z.to(wide), H)[..., None, :] if normalise and state.z is not None else None
     y, u, shift = repeat(k, H), repeat(u, H), None if shift_k is None else repeat(shift_k, H)
     if causal:
         decay = None if decay is None else repeat(decay, H)
-        o, S, z = _Causal.apply(q, y, u.to(wide), decay, S, z, shift_q, shift, code, feature)
+        o, S, z = _Causal.apply(q, y, u.to(wide), decay, S, z, shift_q, shift, turns, code, feature)
     else:
-        o, S, z = _full(q, y, u.to(wide), S, z, shift_q, shift, code, feature)
+        turns_q, turns_k = (None if turns is None else turns[:, :, turns.shape[2] - size :] for size in (n, m))
+        o, S, z = _full(q, y, u.to(wide), S, z, shift_q, shift, turns_q, turns_k, code, feature)
     if shift_q is not None and shift is not None and not normalise:
         # without a normaliser the shifts go back in; queries that are not the keys' tokens share one shift
         o = o * (shift_q + (shift if n == m else shift[..., :1])).exp()[..., None] if m else o
@@ -194,6 +210,11 @@ def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
     return decay if code is None else torch.where((code >= 0)[:, None], decay, 0.0)
 
 
+def turns_of(angles: Tensor, B: int, dtype: torch.dtype) -> Tensor:
+    """(B, n, 2), the cosine and the sine of each token's angle."""
+    return torch.stack([angles.cos(), angles.sin()], -1).to(dtype).expand(B, -1, -1)
+
+
 def exp_shifts(q, k, causal, decay, code, state, heads):
     """Shifts of q and k, scale of the last state, decay with the shifts' in it, first state on their scale.
 
@@ -235,7 +256,7 @@ def exp_shifts(q, k, causal, decay, code, state, heads):
     return shift_q, s.to(wide), scale, decay, state
 
 
-def features(x, feature, shift, real, dtype):
+def features(x, feature, shift, real, dtype, turns=None):
     x = x.to(dtype)
     match feature:
         case "elu1":
@@ -244,7 +265,20 @@ def features(x, feature, shift, real, dtype):
             x = x.relu()
         case "exp":
             x = _exp_(x - shift)
-    return x if real is None else torch.where(real, x, 0.0)
+    return _turned(x if real is None else torch.where(real, x, 0.0), turns)
+
+
+def _turned(x, turns):
+    """[x cos, x sin], where there are angles."""
+    return x if turns is None else torch.cat([x * turns[..., :1], x * turns[..., 1:]], -1)
+
+
+def _turned_back(x, turns):
+    """The way back, of features and of gradients alike: cos² + sin² = 1."""
+    if turns is None:
+        return x
+    r = x.shape[-1] // 2
+    return (x[..., :r] * turns[..., :1]).addcmul_(x[..., r:], turns[..., 1:])
 
 
 def _exp_(x):
@@ -252,8 +286,9 @@ def _exp_(x):
     return x.mul_(LOG2E).exp2_()
 
 
-def _pulled(grad, phi, feature, real):
+def _pulled(grad, phi, feature, turns, real):
     """Through the features, in place: their derivative is in what they are, zero at padding."""
+    grad, phi = _turned_back(grad, turns), phi if feature == "identity" else _turned_back(phi, turns)
     match feature:
         case "elu1":
             grad.mul_(phi.clamp(max=1))
@@ -269,21 +304,21 @@ def repeat(x, heads):
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _full(q, k, v, S, z, shift_q, shift_k, code, feature):
+def _full(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature):
     """Every query sees every key of its segment: one state a segment; an initial one belongs to the first."""
     if code is None or int(code.max()) <= 0:
-        return _Full.apply(q, k, v, S, z, shift_q, shift_k, code, feature)
+        return _Full.apply(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature)
     rows = []
     for b, row in enumerate(torch.maximum(code, -1 - code)):
         lengths = torch.unique_consecutive(row, return_counts=True)[1].tolist()
-        tokens = [q, k, v, *(None if t is None else t[..., None] for t in (shift_q, shift_k))]
+        tokens = [q, k, v, *(None if t is None else t[..., None] for t in (shift_q, shift_k)), turns_q, turns_k]
         pieces = [[None] * len(lengths) if t is None else t[b : b + 1].split(lengths, 2) for t in tokens]
         codes = code[b : b + 1].split(lengths, 1)
         state: tuple = S[b : b + 1], None if z is None else z[b : b + 1]
         parts = []
-        for qs, ks, vs, s_q, s_k, here in zip(*pieces, codes, strict=True):
+        for qs, ks, vs, s_q, s_k, t_q, t_k, here in zip(*pieces, codes, strict=True):
             shifts = (None if t is None else t[..., 0] for t in (s_q, s_k))
-            parts.append(_Full.apply(qs, ks, vs, *state, *shifts, here, feature))
+            parts.append(_Full.apply(qs, ks, vs, *state, *shifts, t_q, t_k, here, feature))
             state = tuple(None if t is None else torch.zeros_like(t) for t in state)
         rows.append((torch.cat([part[0] for part in parts], 2), *parts[-1][1:]))
     out, S, last = zip(*rows, strict=True)
@@ -444,10 +479,10 @@ def backward_group(xs, ys, vs, gs, cs, w: Weights | None, met, R, t):
     return dx, dy, dvs, R, t
 
 
-def _forwards(q, k, v, shift_q, shift_k, real, decay, run, S, z, out, inverse, *, met, feature):
+def _forwards(q, k, v, shift_q, shift_k, turns, real, decay, run, S, z, out, inverse, *, met, feature):
     """Writes the output, the inverse of its normaliser and the states that groups meet; returns the last state."""
-    for i, at in enumerate(groups_of(q)):
-        xs, ys, vs, _ = _operands(q, k, v, shift_q, shift_k, real, at, feature)
+    for i, at in enumerate(groups_of(q, S.shape[-2])):
+        xs, ys, vs, *_ = _operands(q, k, v, shift_q, shift_k, turns, real, at, feature)
         for kept, state in zip(met, (S, z), strict=False):
             kept[i] = state
         o, over, S, z = forward_group(xs, ys, vs, _weights(decay, run, *at), S, z)
@@ -458,37 +493,37 @@ def _forwards(q, k, v, shift_q, shift_k, real, decay, run, S, z, out, inverse, *
 
 
 def _backwards(
-    q, k, v, shift_q, shift_k, real, decay, run, dout, out, inverse, R, t, dq, dk, dv, change, *, met, feature
+    q, k, v, shift_q, shift_k, turns, real, decay, run, dout, out, inverse, R, t, dq, dk, dv, change, *, met, feature
 ):
     """Writes the gradients, given those of the output and of the last state (R, t).
 
     Returns those of the first state. Within a group the states are made again from the one that it met.
     """
-    for i, at in reversed(list(enumerate(groups_of(q)))):
-        xs, ys, vs, real_s = _operands(q, k, v, shift_q, shift_k, real, at, feature)
+    for i, at in reversed(list(enumerate(groups_of(q, R.shape[-2])))):
+        xs, ys, vs, turns_s, real_s = _operands(q, k, v, shift_q, shift_k, turns, real, at, feature)
         gs, cs = upstream(*(None if x is None else cut(x, *at) for x in (dout, out, inverse)))
         w = _weights(decay, run, *at)
         dx, dy, dvs, R, t = backward_group(xs, ys, vs, gs, cs, w, [kept[i] for kept in met], R, t)
         if change is not None:
             # differences of large sums: float64 keeps them over long sequences, and they are n numbers a head
             put(change, *at, (xs.double() * dx - ys.double() * dy).sum(-1))
-        put(dq, *at, _pulled(dx, xs, feature, real_s))
-        put(dk, *at, _pulled(dy, ys, feature, real_s))
+        put(dq, *at, _pulled(dx, xs, feature, turns_s, real_s))
+        put(dk, *at, _pulled(dy, ys, feature, turns_s, real_s))
         put(dv, *at, dvs)
     return R, t
 
 
-def _operands(q, k, v, shift_q, shift_k, real, at, feature):
-    """Features of a group's queries and keys, its values, and which of its tokens are real."""
-    v, real = (None if t is None else cut(t, *at) for t in (v, real))
-    x, y = (_cut_features(t, s, real, at, feature, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
-    return x, y, v, real
+def _operands(q, k, v, shift_q, shift_k, turns, real, at, feature):
+    """Features of a group's queries and keys, its values, how they are turned, and which of its tokens are real."""
+    v, turns, real = (None if t is None else cut(t, *at) for t in (v, turns, real))
+    x, y = (_cut_features(t, s, turns, real, at, feature, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
+    return x, y, v, turns, real
 
 
-def _cut_features(t, shift, real, at, feature, dtype):
+def _cut_features(t, shift, turns, real, at, feature, dtype):
     """`features` of `cut`, where the first pass is the one that puts chunks side by side."""
     if feature not in ("elu1", "exp"):
-        return features(cut(t, *at), feature, None, real, dtype)
+        return features(cut(t, *at), feature, None, real, dtype, turns)
     here = _chunks(t, *at).to(dtype)
     x = here.new_empty(here.shape)
     if feature == "exp":
@@ -496,7 +531,7 @@ def _cut_features(t, shift, real, at, feature, dtype):
     else:
         _exp_(torch.clamp(here, max=0, out=x)).add_(here.relu())
     x = x.flatten(0, 1)
-    return x if real is None else torch.where(real, x, 0.0)
+    return _turned(x if real is None else torch.where(real, x, 0.0), turns)
 
 
 def inverse_of(below: Tensor) -> Tensor:
@@ -547,18 +582,20 @@ class _Full(torch.autograd.Function):
     """out = x S / (x·z) with S and z the sums over all keys; features are made block by block, and again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, S, z, shift_q, shift_k, code, feature):
+    def forward(ctx, q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature):
         (B, H, n, _), e, wide = q.shape, v.shape[-1], v.dtype
-        given = in_rows(B, H, q, k, v, *_tokens(code, shift_q, shift_k), S.clone(), None if z is None else z.clone())
+        tokens = q, k, v, turns_q, turns_k, *_tokens(code, shift_q, shift_k)
+        given = in_rows(B, H, *tokens, S.clone(), None if z is None else z.clone())
         out, inverse = v.new_empty(B * H, n, e), None if z is None else v.new_empty(B * H, n, 1)
-        for q, k, v, s_q, s_k, real, S, z, o, over in slabs(*given, out, inverse):
-            for ks, vs, s, real_s in blocks_of(k, v, s_k, real):
-                y = features(ks, feature, s, real_s, wide)
+        r = S.shape[-2]
+        for q, k, v, t_q, t_k, s_q, s_k, real, S, z, o, over in slabs(*given, out, inverse, r=r):
+            for ks, vs, turns, s, real_s in blocks_of(k, v, t_k, s_k, real, r=r):
+                y = features(ks, feature, s, real_s, wide, turns)
                 S.baddbmm_(y.mT, vs)
                 if z is not None:
                     z.add_(y.sum(-2, keepdim=True))
-            for qs, os, overs, s, real_s in blocks_of(q, o, over, s_q, real):
-                x = features(qs, feature, s, real_s, wide)
+            for qs, os, overs, turns, s, real_s in blocks_of(q, o, over, t_q, s_q, real, r=r):
+                x = features(qs, feature, s, real_s, wide, turns)
                 if z is None:
                     os.copy_(x @ S)
                 else:
@@ -579,39 +616,42 @@ class _Full(torch.autograd.Function):
         dout, R, t = in_rows(*ctx.shape, dout, R.clone(), None if t is None else t.clone())
         g, c = upstream(dout, out, inverse)
         grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in given[:3]]
-        for q, k, v, s_q, s_k, real, S, z, g_, c_, R_, t_, dq, dk, dv in slabs(*given, g, c, R, t, *grads):
-            for qs, gs, cs, d, s, real_s in blocks_of(q, g_, c_, dq, s_q, real):
-                x = features(qs, ctx.feature, s, real_s, v.dtype)
+        r, feature = R.shape[-2], ctx.feature
+        for rows in slabs(*given, g, c, R, t, *grads, r=r):
+            q, k, v, turns_q, turns_k, s_q, s_k, real, S, z, g_, c_, R_, t_, dq, dk, dv = rows
+            for qs, gs, cs, d, turns, s, real_s in blocks_of(q, g_, c_, dq, turns_q, s_q, real, r=r):
+                x = features(qs, feature, s, real_s, v.dtype, turns)
                 R_.baddbmm_(x.mT, gs)
                 dx = gs @ S.mT
                 if c_ is not None:
                     t_.add_((x * cs).sum(-2, keepdim=True))
                     dx.addcmul_(cs, z)
-                d.copy_(_pulled(dx, x, ctx.feature, real_s))
-            for ks, vs, d, dvs, s, real_s in blocks_of(k, v, dk, dv, s_k, real):
-                y = features(ks, ctx.feature, s, real_s, v.dtype)
+                d.copy_(_pulled(dx, x, feature, turns, real_s))
+            for ks, vs, d, dvs, turns, s, real_s in blocks_of(k, v, dk, dv, turns_k, s_k, real, r=r):
+                y = features(ks, feature, s, real_s, v.dtype, turns)
                 dvs.copy_(y @ R_)
                 dy = vs @ R_.mT
                 if t_ is not None:
                     dy.add_(t_)
-                d.copy_(_pulled(dy, y, ctx.feature, real_s))
-        return *(None if s is None else s.unflatten(0, ctx.shape) for s in (*grads, R, t)), *[None] * 4
+                d.copy_(_pulled(dy, y, feature, turns, real_s))
+        return *(None if s is None else s.unflatten(0, ctx.shape) for s in (*grads, R, t)), *[None] * 6
 
 
 class _Causal(torch.autograd.Function):
     """The two walks joined: keeps its inputs, its output and a state a group, nothing of size n·c."""
 
     @staticmethod
-    def forward(ctx, q, k, v, decay, S, z, shift_q, shift_k, code, feature):
-        (B, H, n, _), e = q.shape, v.shape[-1]
+    def forward(ctx, q, k, v, decay, S, z, shift_q, shift_k, turns, code, feature):
+        (B, H, n, _), e, r = q.shape, v.shape[-1], S.shape[-2]
         run = None if code is None else torch.maximum(code, -1 - code)[:, None]
-        given = in_rows(B, H, q, k, v, *_tokens(code, shift_q, shift_k), decay, run)
+        shift_q, shift_k, real = _tokens(code, shift_q, shift_k)
+        given = in_rows(B, H, q, k, v, shift_q, shift_k, turns, real, decay, run)
         first, learns = in_rows(B, H, S, z), any(ctx.needs_input_grad)
         out, inverse = v.new_empty(B * H, n, e), v.new_empty(B * H, n, 1) if learns and z is not None else None
         ctx.met, last = [], []
-        for slab in slabs(*given, *first, out, inverse):
-            states = [t for t in slab[8:10] if t is not None]
-            met = [t.new_empty(len(groups_of(slab[0])), *t.shape) for t in states] if learns else []
+        for slab in slabs(*given, *first, out, inverse, r=r):
+            states = [t for t in slab[9:11] if t is not None]
+            met = [t.new_empty(len(groups_of(slab[0], r)), *t.shape) for t in states] if learns else []
             last.append(_forwards(*slab, met=met, feature=feature))
             ctx.met.append(met)
         last = _joined(last, first)
@@ -630,7 +670,7 @@ class _Causal(torch.autograd.Function):
         dout, R, t = in_rows(*ctx.shape, dout, R, t)
         grads = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in given[:3]]
         change = dout.new_empty(dout.shape[:2], dtype=torch.float64) if ctx.needs_input_grad[3] else None
-        parts = slabs(*given, dout, out, inverse, R, t, *grads, change)
+        parts = slabs(*given, dout, out, inverse, R, t, *grads, change, r=R.shape[-2])
         firsts = [_backwards(*slab, met=met, feature=ctx.feature) for slab, met in zip(parts, ctx.met, strict=True)]
         first = _joined(firsts, (R, t))
         if change is not None:
@@ -638,4 +678,4 @@ class _Causal(torch.autograd.Function):
             end = end if t is None else end + (z.double() * t).sum((-2, -1))
             change = (change.flip(-1).cumsum(-1).flip(-1) + end[..., None]).to(dout.dtype)
         every = (*grads, change, *first)
-        return *(None if s is None else s.unflatten(0, ctx.shape) for s in every), *[None] * 4
+        return *(None if s is None else s.unflatten(0, ctx.shape) for s in every), *[None] * 5

@@ -9,21 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels.chunked_linear import launches, programs, reference
 from heedful.kernels.chunked_linear.launches import INTERPRETED
 from heedful.kernels.chunked_linear.reference import LinearState
 from heedful.kernels.dispatch import on_device
+from heedful.kernels.kept import kept
 from heedful.kernels.launching import current_device
 
 WIDEST = 256
 
 
 def objections(
-    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None, state=None
+    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None, state=None
 ) -> list[str]:
     """Why the Triton kernels can't take these inputs, in sentences; an empty list if they can."""
-    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay)
+    options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, angles=angles)
     said = reference.objections(q, k, v, **options, segments=segments, state=state)
     if said:
         return said
@@ -31,8 +33,9 @@ def objections(
         said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         said.append(f"q, k, v must share bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}.")
-    if max(q.shape[-1], v.shape[-1]) > WIDEST:
-        said.append(f"widths go up to {WIDEST}, got {q.shape[-1]} and {v.shape[-1]}.")
+    features = q.shape[-1] if angles is None else 2 * q.shape[-1]
+    if max(features, v.shape[-1]) > WIDEST:
+        said.append(f"widths go up to {WIDEST}, got {features} features and {v.shape[-1]}.")
     if 0 in (*q.shape, *v.shape):
         said.append("there is nothing to launch for an empty tensor.")
     if feature == "exp" and not normalise:
@@ -51,6 +54,7 @@ def chunked_linear(
     normalise: bool = True,
     causal: bool = True,
     log_decay: Tensor | None = None,
+    angles: Tensor | None = None,
     segments: Tensor | None = None,
     state: LinearState | None = None,
 ) -> tuple[Tensor, LinearState]:
@@ -70,10 +74,12 @@ def chunked_linear(
     S, z = (None, None) if state is None else (state.S, state.z)
     q, k, v = _packed(q), _packed(k), _packed(v)
     decay = None if decay is None else decay.float().contiguous()
-    rest = _rest(heads, S, decay, code, shift_q)
+    turns = _turns(angles, q, k)
+    rest = _rest(heads, S, decay, code, shift_q, turns[0])
     key = launches.key(q, k, v, feature, normalise, causal, rest)
-    plan = launches.plan(key, q, k, v, decay, code, feature, normalise, causal, heads, S is not None)
-    inputs = q, k, v, S, z, decay, code, shift_q, shift_k
+    kind = decay, code, angles is not None, feature, normalise, causal, heads, S is not None
+    plan = launches.plan(key, q, k, v, *kind)
+    inputs = q, k, v, S, z, decay, code, shift_q, shift_k, *turns
     with on_device(q):
         if _learns(q, k, v, S, z, decay):
             o, S, z = _Outputs.apply(*inputs, plan, True)
@@ -84,7 +90,14 @@ def chunked_linear(
 
 
 def again(
-    q: Tensor, k: Tensor, v: Tensor, feature: str, normalise: bool, causal: bool, decay: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature: str,
+    normalise: bool,
+    causal: bool,
+    decay: Tensor | None = None,
+    angles: Tensor | None = None,
 ) -> Tensor | None:
     """The output for inputs of a kind that was taken before, which nobody asks about again; None for any other.
 
@@ -92,13 +105,32 @@ def again(
     segments, no state before and none after: this is the way of short sequences, where the host takes longer than
     the card.
     """
-    rest = None if decay is None else _rest(q.shape[1], None, decay, None, None)
+    rest, turns = None, _turns(angles, q, k)
+    if decay is not None or angles is not None:
+        rest = _rest(k.shape[1] if decay is None else q.shape[1], None, decay, None, None, turns[0])
     plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, rest))
     if plan is None or q.get_device() != current_device():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Outputs.apply(q, k, v, None, None, decay, None, None, None, plan, False)
-    return _attend(plan, q, k, v, None, None, decay, None, None, None, False)[0]
+        return _Outputs.apply(q, k, v, None, None, decay, None, None, None, *turns, plan, False)
+    return _attend(plan, q, k, v, None, None, decay, None, None, None, *turns, False)[0]
+
+
+_TURNS = WeakIdKeyDictionary()
+
+
+def _turns(angles: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Cosines and sines, (B, 2, tokens), of the queries' angles and of the keys'; made once for a tensor of angles."""
+    if angles is None:
+        return None, None
+    B, n, m = q.shape[0], q.shape[2], k.shape[2]
+
+    def make():
+        turns = reference.turns_of(angles, B, torch.float32).mT
+        first, second = (turns[..., turns.shape[-1] - size :].contiguous() for size in (n, m))
+        return first, second
+
+    return kept(_TURNS, [angles], (B, n, m), make)
 
 
 def _rest(heads, S, *tensors) -> tuple | None:
@@ -155,7 +187,7 @@ def _learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful):
+def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
     """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspace."""
     o = launches.tokens(plan.like_q, q, plan.e)
     work = launches.empty((plan.forward.size,), q)
@@ -164,7 +196,7 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful):
         _fill(plan.forward.slots(work), 0, S, z if plan.normalise else None)
     den, slots, keeps, sums, spare = plan.forward.parts(work, "outputs" in plan.ready)
     end = spare if final is None else final
-    sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+    sq, sk, tq, tk, dec, runs = (_or(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
     held = slots if plan.causal else end
 
     def states():
@@ -181,17 +213,17 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful):
         return name, programs.outputs, grid, numbers, {**constants, **tile}
 
     if plan.launches > 1:
-        launches.launch(plan, "states", (k, v, sk, dec, runs, slots, keeps, sums), states)
+        launches.launch(plan, "states", (k, v, sk, tk, dec, runs, slots, keeps, sums), states)
     if plan.launches > 2:
         _scan_slots(plan, slots, keeps, end, plan.chunks_k, S is not None, False)
-    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, dec, runs, held, keeps, sums, end), outputs)
+    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, tq, dec, runs, held, keeps, sums, end), outputs)
     return o, final, work
 
 
 def _state(plan, final):
     """S and z out of slots; z is None where nothing is normalised."""
-    area = plan.r * plan.e
-    S = final[..., :area].view(plan.B, plan.heads, plan.e, plan.r).mT
+    area = plan.features * plan.e
+    S = final[..., :area].view(plan.B, plan.heads, plan.e, plan.features).mT
     return S, final[..., area:] if plan.normalise else None
 
 
@@ -199,9 +231,10 @@ class _Outputs(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, and of the workspace den, the states of chunks and z before each block."""
 
     @staticmethod
-    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, plan, stateful):
-        o, final, work = _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, stateful)
-        ctx.save_for_backward(q, k, v, o, work, final, decay, code, shift_q, shift_k)
+    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, plan, stateful):
+        known = decay, code, shift_q, shift_k, turns_q, turns_k
+        o, final, work = _attend(plan, q, k, v, S, z, *known, stateful)
+        ctx.save_for_backward(q, k, v, o, work, final, *known)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.given = plan, S is not None
         return (o, *_state(plan, final)) if stateful else o
@@ -213,7 +246,7 @@ class _Outputs(torch.autograd.Function):
 
 def _pull_back(ctx, do, dS, dz):
     """The gradients of the inputs of `_Outputs`."""
-    q, k, v, o, work, final, decay, code, shift_q, shift_k = ctx.saved_tensors
+    q, k, v, o, work, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
     plan, given = ctx.plan, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else _packed(do)
     dq = launches.tokens(plan.like_q, q, plan.r)
@@ -234,7 +267,7 @@ def _pull_back(ctx, do, dS, dz):
     gain = loss = q
     if clocked:
         gain, loss = (launches.empty((plan.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
-    sq, sk, dec, runs = _or(shift_q, q), _or(shift_k, q), _or(decay, q), _or(code, q)
+    sq, sk, tq, tk, dec, runs = (_or(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
 
     def adjoints():
         grid, tile = launches.parted(plan, "adjoints", "r", plan.heads, plan.chunks_q)
@@ -262,13 +295,13 @@ def _pull_back(ctx, do, dS, dz):
             return name, programs.gradients, grid, numbers, constants
 
         pointers = (
-            *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, dec, runs, slots, keeps, sums),
+            *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, tq, tk, dec, runs, slots, keeps, sums),
             *(back if plan.causal else first, keeps_back, after, first, gain, loss),
         )
         launches.launch(plan, ("gradients", queries, DK, DV, incoming), pointers, describe)
 
     if plan.launches > 1:
-        pointers = q, o, do, den, delta, sq, dec, runs, back, keeps_back, after
+        pointers = q, o, do, den, delta, sq, tq, dec, runs, back, keeps_back, after
         launches.launch(plan, ("adjoints", incoming), pointers, adjoints)
     if plan.launches > 2:
         _scan_slots(plan, back, keeps_back, first, plan.chunks_q, given, True)
@@ -287,7 +320,7 @@ def _pull_back(ctx, do, dS, dz):
     dS = dz = None
     if ctx.given:
         dS, dz = _state(plan, plan.backward.end(room))
-    return dq, dk, dv, dS, dz, ddecay, None, None, None, None, None
+    return dq, dk, dv, dS, dz, ddecay, *[None] * 7
 
 
 def _clock_gradient(plan, gain, loss, final, dS, dz, decay, code):
