@@ -757,6 +757,25 @@ def _dots(o, do, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: t
 
 
 @triton.jit
+def _precisely(a, S, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """a S with all the digits of S: in three parts, where operands have a third of them."""
+    if OPERAND == tl.bfloat16:  # noqa: SIM300
+        high = S.to(OPERAND)
+        rest = S - high.to(tl.float32)
+        middle = rest.to(OPERAND)
+        low = (rest - middle.to(tl.float32)).to(OPERAND)
+        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+    else:
+        return tl.dot(a, S, input_precision=PRECISION)
+
+
+@triton.jit
+def _flow(x, by, OPERAND: tl.constexpr):
+    """x·by, token by token, with `by` as rounded as it is where it goes into a product."""
+    return tl.sum(x * by.to(OPERAND).to(tl.float32), 1)
+
+
+@triton.jit
 def _queries(
     pid,
     q,
@@ -881,9 +900,26 @@ def _queries(
             grad += minus[:, None] * zs[None, :]
             sine += minus[:, None] * xs[None, :]
             d += minus[:, None]
-        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
+        if CLOCKED:
+            psi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            if NORMALISE:
+                psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            inner, far = _precisely(dob, S, OPERAND, PRECISION), psi * into[:, None]
+            if TURNED:
+                inner_sine, far_sine = _precisely(dob, T, OPERAND, PRECISION), far * s[:, None]
+                far = far * c[:, None]
+                turn = _flow(inner_sine, far_sine, OPERAND) + tl.sum(sine * far_sine, 1)
+                sine += inner_sine
+                turn += _flow(inner, far, OPERAND) + tl.sum(grad * far, 1)
+            else:
+                turn = _flow(inner, far, OPERAND) + tl.sum(grad * far, 1)
+            grad += inner
+        else:
+            grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
+            if TURNED:
+                sine = tl.dot(dob, T.to(OPERAND), sine, input_precision=PRECISION)
         if TURNED:
-            grad = _turned_back(grad, tl.dot(dob, T.to(OPERAND), sine, input_precision=PRECISION), c, s)
+            grad = _turned_back(grad, sine, c, s)
         if CAUSAL:
             fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
@@ -891,7 +927,12 @@ def _queries(
             d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
                 grad = grad * into[:, None]
-            grad = tl.dot(d, fk.to(OPERAND), grad, input_precision=PRECISION)
+            if CLOCKED:
+                inner = tl.dot(d, fk.to(OPERAND), input_precision=PRECISION)
+                turn += _flow(inner, psi, OPERAND)
+                grad += inner
+            else:
+                grad = tl.dot(d, fk.to(OPERAND), grad, input_precision=PRECISION)
             if DECAY > 0 or SEGMENTS:
                 fk = fk * leave[:, None]
                 S = S * keep
@@ -904,9 +945,6 @@ def _queries(
                 fk = fk * c[:, None]
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if CLOCKED:
-            turn = tl.sum(grad * _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0), 1)
-            if NORMALISE:
-                turn = turn * _reciprocal(tl.load(den + t, mask=real, other=0.0))
             tl.store(gain + t, tl.where(real, turn, 0.0), mask=base + t < n)
         if FEATURE != "identity":
             grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
@@ -1036,8 +1074,8 @@ def _keys(
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
-        fk = fk.to(OPERAND)
+        phi = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+        fk = phi.to(OPERAND)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         held, held_sine = S.to(OPERAND), T.to(OPERAND)
@@ -1058,9 +1096,23 @@ def _keys(
                         xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
                 gk += ys[None, :]
                 sine += xs[None, :]
-            gk = tl.dot(vb, held, gk, input_precision=PRECISION)
+            if CLOCKED:
+                inner, far = _precisely(vb, S, OPERAND, PRECISION), phi * leave[:, None]
+                if TURNED:
+                    inner_sine, far_sine = _precisely(vb, T, OPERAND, PRECISION), far * s[:, None]
+                    far = far * c[:, None]
+                    turn = _flow(inner_sine, far_sine, OPERAND) + tl.sum(sine * far_sine, 1)
+                    sine += inner_sine
+                    turn += _flow(inner, far, OPERAND) + tl.sum(gk * far, 1)
+                else:
+                    turn = _flow(inner, far, OPERAND) + tl.sum(gk * far, 1)
+                gk += inner
+            else:
+                gk = tl.dot(vb, held, gk, input_precision=PRECISION)
+                if TURNED:
+                    sine = tl.dot(vb, held_sine, sine, input_precision=PRECISION)
             if TURNED:
-                gk = _turned_back(gk, tl.dot(vb, held_sine, sine, input_precision=PRECISION), c, s)
+                gk = _turned_back(gk, sine, c, s)
             if DECAY > 0 or SEGMENTS:
                 gk = gk * leave[:, None]
         if CAUSAL:
@@ -1098,7 +1150,12 @@ def _keys(
                         d -= delta_h[None, :]
                     d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
                     d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, True).to(OPERAND)
-                    gk = tl.dot(d, fq, gk, input_precision=PRECISION)
+                    if CLOCKED:
+                        inner = tl.dot(d, fq, input_precision=PRECISION)
+                        turn += _flow(inner, fk, OPERAND)
+                        gk += inner
+                    else:
+                        gk = tl.dot(d, fq, gk, input_precision=PRECISION)
                 if DECAY > 0 or SEGMENTS:
                     psi = psi * into[:, None]
                 if TURNED:
@@ -1109,7 +1166,6 @@ def _keys(
                 S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
             if CLOCKED:
-                turn = tl.sum(gk * _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 1), 1)
                 tl.store(loss + t, tl.where(real, turn, 0.0), mask=base + t < n)
             if FEATURE != "identity":
                 gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
