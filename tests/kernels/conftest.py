@@ -31,3 +31,36 @@ def fenced():
         pytest.skip("the fence is around interpreted programs")
     with within_bounds():
         yield
+
+
+@pytest.fixture
+def bf16_products(monkeypatch):
+    """Interpreted programs multiply bfloat16 as the card does: rounded to nearest (it cuts off), summed in float32."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
+    if torch.cuda.is_available():
+        return  # the card rounds by itself
+    import numpy as np
+    import triton.language as tl
+
+    from heedful.kernels.chunked_linear import launches
+
+    dot, cast = interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.cast_impl
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounding(self, x, kind):
+        if x.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return cast(self, x, kind)
+        near = torch.from_numpy(np.array(x.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(near.reshape(x.data.shape), kind.scalar)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest),
+    )
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
+    monkeypatch.setattr(launches, "INTERPRETED", False)

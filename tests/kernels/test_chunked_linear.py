@@ -79,7 +79,7 @@ def dense(
         per_token = log_decay[None, :, None].expand(B, H, n) if log_decay.ndim == 1 else log_decay
         total = torch.where(real[:, None], per_token, 0.0).cumsum(-1)
         gap = total[..., :, None] - total[..., None, :]
-        w = torch.where(allowed, gap, -torch.inf).exp()
+        w = torch.where(allowed, gap, -torch.inf).exp().to(q.dtype)
     a = w * (fq @ fk.mT)
     if angles is not None:
         of_q, of_k = angles[:, angles.shape[1] - n :].to(q.dtype), angles[:, angles.shape[1] - m :].to(q.dtype)
@@ -97,7 +97,7 @@ def dense(
         first = torch.stack([row == (x[0] if len(x) else 0) for row, x in zip(segments, ids, strict=True)])
         last = torch.stack([row == (x[-1] if len(x) else 0) for row, x in zip(segments, ids, strict=True)])
     left = total[..., -1:] - total if causal else fk.new_zeros(B, H, m)
-    leave = last[:, None] * left.exp()
+    leave = (last[:, None] * left.exp()).to(q.dtype)
     S = (fk * leave[..., None]).mT @ v
     z = (fk * leave[..., None]).sum(-2)
     if state is not None:
@@ -263,8 +263,9 @@ def test_it_is_the_formula_and_so_are_its_gradients(way, case, monkeypatch):
         dict(n=70, decay="head", H=4, Hkv=2, normalise=False),
         dict(n=40, decay="token", feature="exp", state=True),
         dict(n=20, decay="token", r=130, e=20, feature="elu1", B=1, H=1, Hkv=1),
+        dict(n=100, decay="token", feature="elu1", angles=True, segments="packed", r=8, e=8, state=True),
     ],
-    ids=["packed", "padded", "a head", "exp", "wide"],
+    ids=["packed", "padded", "a head", "exp", "wide", "angles"],
 )
 def test_the_gradient_of_the_decay(way, case, monkeypatch):
     small(way, monkeypatch)
@@ -295,6 +296,26 @@ def test_low_precision_is_as_good_as_the_naive_way(form, dtype, monkeypatch):
     got, naive = (outcome(f, inputs, options, dtype) for f in (form.chunked_linear, dense))
     for x, y, truth in zip(got, naive, want, strict=True):
         assert distance(x, truth) <= 2 * distance(y, truth)
+
+
+@pytest.mark.parametrize("case", [dict(normalise=False), dict(feature="elu1")], ids=["retention", "normalised"])
+def test_the_gradient_of_one_decay_a_head_does_not_lose_what_cancels(way, case, monkeypatch, bf16_products):
+    """It is a sum over tokens of gains less losses, each times its position, that comes to pairs times their distance."""
+    if way is reference:
+        pytest.skip("it has no operands of 16 bits")
+    small(way, monkeypatch)
+    inputs = [torch.randn(1, 4, 200, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    q, k, v, do = (x.bfloat16().to(DEVICE) for x in inputs)
+
+    def gradient(function, dtype):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        decay = torch.tensor([0.7, 0.9, 0.97, 0.99], device=DEVICE).log().to(wide).requires_grad_()
+        o, _ = function(*(x.to(dtype) for x in (q, k, v)), log_decay=decay, **case)
+        return torch.autograd.grad(o, decay, do.to(dtype))[0].double()
+
+    want = gradient(dense, torch.float64)
+    mine, naive = (gradient(f, torch.bfloat16) - want for f in (way.chunked_linear, dense))
+    assert mine.norm() <= 1.5 * naive.norm()
 
 
 def test_the_state_continues_the_sequence(form, monkeypatch):
