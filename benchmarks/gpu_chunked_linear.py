@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,11 +48,14 @@ reference, fused = _load()
 launches = fused.launches
 
 
-def naive(q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, segments=None):
+def naive(q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None):
     """The dense computation, every step in the dtype of its inputs."""
     (_, H, n, _), (_, Hkv, m, _) = q.shape, v.shape
     x, y = (torch.where(a > 0, a + 1, a.clamp(max=0).exp()) if feature == "elu1" else a for a in (q, k))
     x, y = (a.exp() if feature == "exp" else a.relu() if feature == "relu" else a for a in (x, y))
+    if angles is not None:
+        cos, sin = (turn[:, None, :, None].to(q.dtype) for turn in (angles.cos(), angles.sin()))
+        x, y = (torch.cat([a * cos, a * sin], -1) for a in (x, y))
     y, v = (a.repeat_interleave(H // Hkv, 1) for a in (y, v))
     allowed = torch.ones(n, m, dtype=torch.bool, device=q.device)
     allowed = allowed.tril() if causal else allowed
@@ -76,10 +80,23 @@ def draw(B, H, n, d, *, Hkv=None, e=None, dtype=torch.bfloat16, seed=0, positive
     return [x.to(dtype).requires_grad_() for x in (q, k, v)]
 
 
+def line(n):
+    """cosFormer's angles for a length of n."""
+    return torch.arange(n, dtype=torch.float64, device="cuda")[None] * (math.pi / 2 / n)
+
+
 def run(function, inputs, do, **options):
+    """The output and its gradients in q, k, v, and in the decay where that learns."""
+    if options.get("log_decay") is not None:
+        wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+        learns = options["log_decay"].requires_grad
+        options["log_decay"] = options["log_decay"].detach().to(wide).requires_grad_(learns)
+        leaves = [*inputs, options["log_decay"]] if learns else inputs
+    else:
+        leaves = inputs
     o = function(*inputs, **options)
     o = o[0] if isinstance(o, tuple) else o
-    return o.detach(), *torch.autograd.grad(o, inputs, do.to(o))
+    return o.detach(), *torch.autograd.grad(o, leaves, do.to(o))
 
 
 def errors(got, want):
@@ -100,6 +117,12 @@ CHECKS = {
     "decay a head": dict(feature="elu1", decay="head"),
     "decay a token": dict(feature="elu1", decay="token"),
     "retention": dict(decay="head", normalise=False),
+    "retention, learned": dict(decay="head", normalise=False, learned=True),
+    "decay, learned": dict(feature="elu1", decay="head", learned=True),
+    "cosformer": dict(feature="relu", turned=True),
+    "cosformer d128": dict(feature="relu", turned=True, d=128),
+    "cosformer d16": dict(feature="relu", turned=True, d=16),
+    "cosformer n63": dict(feature="relu", turned=True, n=63),
     "shared heads": dict(feature="elu1", Hkv=1),
     "packed": dict(feature="elu1", segments=True),
     "packed decay": dict(feature="elu1", segments=True, decay="token"),
@@ -115,7 +138,7 @@ CHECKS = {
 
 
 def check(share=(0, 1)) -> dict:
-    """Relative errors of o, dq, dk, dv against float64, beside the naive computation's in the same dtype."""
+    """Relative errors of o, dq, dk, dv (and of a learned decay) against float64, beside the naive computation's."""
     torch.backends.cuda.matmul.allow_tf32 = False
     table = {}
     for name, case in list(CHECKS.items())[share[0] :: share[1]]:
@@ -123,10 +146,14 @@ def check(share=(0, 1)) -> dict:
         n, d, dtype = case.pop("n", 1000), case.pop("d", 64), case.pop("dtype", torch.bfloat16)
         Hkv, e, positive = case.pop("Hkv", 2), case.pop("e", None), case.pop("positive", False)
         decay, segments = case.pop("decay", None), case.pop("segments", False)
+        learned, turned = case.pop("learned", False), case.pop("turned", False)
         inputs = draw(2, 2, n, d, Hkv=Hkv, e=e, dtype=dtype, positive=positive)
         do = torch.randn(2, 2, n, e or d, device="cuda")
         if decay:
             case["log_decay"] = -0.1 * torch.rand((2,) if decay == "head" else (2, 2, n), device="cuda")
+            case["log_decay"].requires_grad_(learned)
+        if turned:
+            case["angles"] = line(n)
         if segments:
             lengths = torch.tensor([300, 1, 400, n - 701], device="cuda")
             case["segments"] = torch.arange(4, device="cuda").repeat_interleave(lengths).repeat(2, 1)
@@ -171,6 +198,11 @@ WORK = {
     "elu1 B8 N2048 d64": dict(B=8, n=2048, feature="elu1"),
     "identity unnormalised B1 N65536 d64": dict(B=1, n=65536, normalise=False),
     "retention B1 N65536 d64": dict(B=1, n=65536, normalise=False, decay=True),
+    "retention, learned decay B1 N65536 d64": dict(B=1, n=65536, normalise=False, decay=True, learned=True),
+    "cosformer B1 N65536 d64": dict(B=1, n=65536, feature="relu", turned=True),
+    "cosformer, features given B1 N65536 d64": dict(B=1, n=65536, feature="cosformer"),
+    "cosformer B4 N8192 d64": dict(B=4, n=8192, feature="relu", turned=True),
+    "cosformer, features given B4 N8192 d64": dict(B=4, n=8192, feature="cosformer"),
     "elu1 B1 N65500 d64": dict(B=1, n=65500, feature="elu1"),
     "elu1 B1 N65536 d128 H8": dict(B=1, n=65536, feature="elu1", d=128, H=8),
     "elu1 B1 N65536 d96": dict(B=1, n=65536, feature="elu1", d=96),
@@ -190,6 +222,9 @@ def prepare(work):
     inputs = draw(B, H, n, d, Hkv=work.pop("Hkv", None), dtype=work.pop("dtype", torch.bfloat16))
     if work.pop("decay", False):
         work["log_decay"] = torch.log1p(-(2.0 ** -(5 + torch.arange(H, device="cuda") % 8)))
+        work["log_decay"].requires_grad_(work.pop("learned", False))
+    if work.pop("turned", False):
+        work["angles"] = line(n)
     if packed := work.pop("packed", 0):
         work["segments"] = (torch.arange(n, device="cuda") // packed).expand(B, n).contiguous()
     return inputs, work
@@ -213,8 +248,8 @@ def floors(inputs, bandwidth):
     return forward / bandwidth / 1e9, (2 * forward + o + q.nbytes + k.nbytes + v.nbytes) / bandwidth / 1e9
 
 
-def timed(function, inputs, peak=True):
-    """ms forward, ms forward + backward, and peak GiB of the second beyond its inputs."""
+def timed(function, inputs, learned=()):
+    """ms forward, ms forward + backward (to what is learned too), and peak GiB of the second beyond its inputs."""
     do = None
 
     def forward():
@@ -223,7 +258,7 @@ def timed(function, inputs, peak=True):
 
     def both():
         o = function(*inputs)
-        return torch.autograd.grad(o, inputs, do)
+        return torch.autograd.grad(o, [*inputs, *learned], do)
 
     do = torch.randn_like(forward())
     torch.cuda.synchronize()
@@ -256,6 +291,10 @@ def peer(work):
 
 
 def output_of(q, k, v, **options):
+    if options.get("feature") == "cosformer":  # its features made in torch
+        turns = [f(line(q.shape[2]))[:, None, :, None].to(q.dtype) for f in (torch.cos, torch.sin)]
+        q, k = (torch.cat([x.relu() * turn for turn in turns], -1) for x in (q, k))
+        options["feature"] = "identity"
     return fused.chunked_linear(q, k, v, **options)[0]
 
 
@@ -274,7 +313,8 @@ def bench(path, peers=(), only=None) -> None:
         row = dict(work=name, floor_ms=low, floor_both_ms=lows)
         try:
             mine = functools.partial(output_of, **options)
-            f, fb, gib = timed(mine, inputs)
+            decay = options.get("log_decay")
+            f, fb, gib = timed(mine, inputs, [] if decay is None or not decay.requires_grad else [decay])
             row.update(forward_ms=f, both_ms=fb, peak_GiB=gib, ratio=f / low, ratio_both=fb / lows)
             print(
                 f"{name:38s} {f:.3f} / {fb:.3f} ms  floor {low:.3f} / {lows:.3f}"

@@ -300,7 +300,7 @@ def test_low_precision_is_as_good_as_the_naive_way(form, dtype, monkeypatch):
 
 @pytest.mark.parametrize("case", [dict(normalise=False), dict(feature="elu1")], ids=["retention", "normalised"])
 def test_the_gradient_of_one_decay_a_head_does_not_lose_what_cancels(way, case, monkeypatch, bf16_products):
-    """It is a sum over tokens of gains less losses, each times its position, that comes to pairs times their distance."""
+    """A sum over tokens of gains less losses, each times its position, that comes to pairs times their distance."""
     if way is reference:
         pytest.skip("it has no operands of 16 bits")
     small(way, monkeypatch)
