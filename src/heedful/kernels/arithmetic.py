@@ -10,6 +10,14 @@ if triton.knobs.runtime.interpret:
     @triton.jit
     def exp2(x):
         return tl.exp2(x)
+
+    @triton.jit
+    def times(x, y):
+        return x * y
+
+    @triton.jit
+    def tf32(x):
+        return x  # products are exact here
 else:
 
     @triton.jit
@@ -18,3 +26,15 @@ else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def times(x, y):
+        """x y rounded by itself: one that a sum may take into a fused operation is another number in each program."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def tf32(x):
+        """x as tensor cores read it where they are given float32: without its last 13 bits."""
+        return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)

@@ -167,12 +167,12 @@ class Plan:
     """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
 
     def __init__(self, q, k, v, decay, code, turned, feature, normalise, causal, heads, given):
-        self.B, self.H, self.n, self.r = q.shape
-        self.features = 2 * self.r if turned else self.r
+        self.B, self.H, self.n, self.d = q.shape
+        self.turned, self.r = turned, 2 * self.d if turned else self.d
         self.Hkv, self.m, self.e = v.shape[1:]
         self.heads, self.normalise, self.causal = heads, normalise, causal
         bf16 = q.dtype == torch.bfloat16
-        kind = max(64, power(max(self.features, self.e))), "bf16" if bf16 else "fp32"
+        kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
         self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
         longest, rows = max(self.n, self.m), self.B * heads
@@ -183,7 +183,7 @@ class Plan:
         if self.launches == 1:
             self.span = up(longest, self.block)
         self.chunks_q, self.chunks_k = over(self.n, self.span), over(self.m, self.span)
-        self.slot = self.features * (self.e + 1 if normalise else self.e)
+        self.slot = self.r * (self.e + 1 if normalise else self.e)
         self.like_q, self.like_k, self.like_v = _layout(q, self.H), _layout(k, heads), _layout(v, heads)
         self.forward, self.backward = self._room(self.m, given), self._room(self.n, True)
         self.constants = dict(
@@ -195,7 +195,7 @@ class Plan:
             TURNED=turned,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=_precision(q.dtype, power(max(self.r, self.e))),
+            PRECISION=_precision(q.dtype, kind[0]),
             EVEN_N=self.n % self.block == self.m % self.block == 0 and code is None,
             EVEN_C=(self.r, self.e) == (self.R, self.E),
             BLOCK=self.block,
@@ -210,7 +210,7 @@ class Plan:
         """A number a query (den, δ), slots, what chunks keep, z before (y after) each block, the state at the end."""
         walk, rows, chunks = self.launches == 1, self.B * self.heads, over(tokens, self.span)
         slots = 0 if walk and not given else chunks + 1
-        sums = rows * over(tokens, self.block) * self.features * self.normalise * self.causal
+        sums = rows * over(tokens, self.block) * self.r * self.normalise * self.causal
         each = self.B * self.H * self.n * self.normalise
         return Room((self.B, self.heads, slots, self.slot), each, rows * chunks, sums)
 

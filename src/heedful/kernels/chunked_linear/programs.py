@@ -12,9 +12,10 @@
                 scan      the same backwards: R and y after each chunk
                 queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
-                decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t
-    angles      cos(a_i − a_j) is one more factor of W in a block. Between blocks it is cos cos + sin sin: there are two
-                states, S, z of φk cos a and T, x of φk sin a, which lie r columns further on in a slot
+                decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t.
+                          What a pair of tokens adds to both has to be the same number, rounded alike: see README.md
+    angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a in turn, made in registers;
+                their gradients are turned back there
     joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
                 Of one chunk states and adjoints are too: z, y and δ are made in the walk (1 launch)
     weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
@@ -35,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
-from heedful.kernels.arithmetic import exp2
+from heedful.kernels.arithmetic import exp2, tf32, times
 from heedful.kernels.chunked_linear import reference
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -79,15 +80,40 @@ def _put(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EV
 
 
 @triton.jit
+def _own(start, r, R: tl.constexpr, TURNED: tl.constexpr):
+    """The columns of q and k that R features from `start` on are made of, and how many of them there are in all.
+
+    Turned features stand in pairs, φ cos and φ sin side by side: a part of them is made of a part of the columns.
+    """
+    if TURNED:
+        return start // 2 + tl.arange(0, R // 2), r // 2
+    else:
+        return start + tl.arange(0, R), r
+
+
+@triton.jit
+def _turn(turns, t, n, real, EVEN_N: tl.constexpr):
+    """The cosine and the sine of each token's angle, zero where no token is real."""
+    if EVEN_N:
+        return tl.load(turns + t)[:, None], tl.load(turns + n + t)[:, None]
+    else:
+        c, s = tl.load(turns + t, mask=real, other=0.0), tl.load(turns + n + t, mask=real, other=0.0)
+        return c[:, None], s[:, None]
+
+
+@triton.jit
 def _features(
     pointer,
     shift,
+    turns,
     t,
+    n,
     stride,
     column,
     width,
     real,
     FEATURE: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_C: tl.constexpr,
     CLEAR: tl.constexpr,
@@ -104,30 +130,44 @@ def _features(
             phi = tl.where((column < width)[None, :], phi, 0.0)
         if CLEAR == 2 and not EVEN_N:
             phi = tl.where(real[:, None], phi, 0.0)
+    if TURNED:
+        cosine, sine = _turn(turns, t, n, real, EVEN_N)
+        phi = tl.reshape(tl.join(phi * cosine, phi * sine), (phi.shape[0], 2 * phi.shape[1]))
     return phi
 
 
 @triton.jit
-def _slope(
+def _pulled(
+    grad,
     pointer,
     shift,
+    turns,
     t,
+    n,
     stride,
     column,
     width,
     real,
     FEATURE: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_C: tl.constexpr,
 ):
-    """φ′ of a tile, from φ."""
-    phi = _features(pointer, shift, t, stride, column, width, real, FEATURE, EVEN_N, EVEN_C, 0)
-    if FEATURE == "elu1":
-        return tl.minimum(phi, 1)
-    elif FEATURE == "relu":
-        return tl.where(phi > 0, 1.0, 0.0)
+    """A gradient of features brought back to their columns: φ′ is in φ, and what was turned is turned back."""
+    if TURNED:
+        cosine, sine = _turn(turns, t, n, real, EVEN_N)
+        first, second = tl.split(tl.reshape(grad, (grad.shape[0], column.shape[0], 2)))
+        grad = first * cosine + second * sine
+    if FEATURE == "identity":
+        return grad
     else:
-        return phi
+        phi = _features(pointer, shift, turns, t, n, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, 0)
+        if FEATURE == "elu1":
+            return grad * tl.minimum(phi, 1)
+        elif FEATURE == "relu":
+            return tl.where(phi > 0, grad, 0.0)
+        else:
+            return grad * phi
 
 
 @triton.jit
@@ -151,7 +191,7 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
         real = real & (c >= 0)
     if DECAY > 0:
         if DECAY == 2:
-            d = tl.load(decay + t, mask=real, other=0.0) * LOG2E
+            d = times(tl.load(decay + t, mask=real, other=0.0), LOG2E)
             b = tl.cumsum(d, 0)
             total = tl.sum(d, 0)
         elif SEGMENTS:
@@ -160,8 +200,8 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
             total = tl.sum(d, 0)
         else:
             d = tl.load(decay) * LOG2E
-            b = d * tl.minimum(i + 1, n - start)
-            total = d * tl.minimum(BLOCK, n - start)
+            b = times(tl.minimum(i + 1, n - start).to(tl.float32), d)
+            total = times(tl.minimum(BLOCK, n - start).to(tl.float32), d)
         into = exp2(b)
         leave = exp2(total - b)
         keep = exp2(total)
@@ -173,23 +213,6 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
 
 
 @triton.jit
-def _turn(turns, t, n, real, TURNED: tl.constexpr, EVEN_N: tl.constexpr):
-    """The cosine and the sine of each token's angle, where there are angles; zero where no token is real."""
-    c, s = real, real
-    if TURNED and EVEN_N:
-        c, s = tl.load(turns + t), tl.load(turns + n + t)
-    elif TURNED:
-        c, s = tl.load(turns + t, mask=real, other=0.0), tl.load(turns + n + t, mask=real, other=0.0)
-    return c, s
-
-
-@triton.jit
-def _turned_back(x, y, c, s):
-    """x cos + y sin, token by token: what belongs to φ cos and to φ sin, brought to φ."""
-    return x * c[:, None] + y * s[:, None]
-
-
-@triton.jit
 def _reciprocal(den):
     """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
     some = tl.abs(den) >= TINY
@@ -197,22 +220,9 @@ def _reciprocal(den):
 
 
 @triton.jit
-def _weigh(
-    a,
-    b,
-    run,
-    c,
-    s,
-    BLOCK: tl.constexpr,
-    DECAY: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TURNED: tl.constexpr,
-    ADJOINT: tl.constexpr,
-):
+def _weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, ADJOINT: tl.constexpr):
     """W ∘ a for a[query, key]; for a[key, query] with ADJOINT."""
     i = tl.arange(0, BLOCK)
-    if TURNED:
-        a = a * (c[:, None] * c[None, :] + s[:, None] * s[None, :])
     seen = i[None, :] >= i[:, None] if ADJOINT else i[:, None] >= i[None, :]
     if SEGMENTS:
         seen = seen & (run[:, None] == run[None, :])
@@ -278,41 +288,30 @@ def states(
     decay += row * n if DECAY == 2 else head
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    f = r * 2 if TURNED else r
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
+    cx, x = _own(part * R, r, R, TURNED)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     S = tl.zeros([E, R], tl.float32)
     z = tl.zeros([R], tl.float32)
-    T, x = S, z
     kept = 1.0
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, _b, _run, _into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        fk = _features(k, shift, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        fk = _features(k, shift, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         if NORMALISE and CAUSAL:
-            _note(sums + at // BLOCK * f, z, x, cr, r, TURNED)
+            tl.store(sums + at // BLOCK * r, z, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
             fk = fk * leave[:, None]
             S = S * keep
             z = z * keep
             kept = kept * keep
-        if TURNED:
-            c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
-            sine = fk * s[:, None]
-            fk = fk * c[:, None]
-            if DECAY > 0 or SEGMENTS:
-                T = T * keep
-                x = x * keep
-            T = tl.dot(tl.trans(vb), sine.to(OPERAND), T, input_precision=PRECISION)
-            if NORMALISE:
-                x += tl.sum(sine, 0)
         S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if NORMALISE:
             z += tl.sum(fk, 0)
-    slot = slots + (row * (chunks + 1) + chunk + 1) * (f * e + f if NORMALISE else f * e)
-    _hold(slot, cr, ce, r, f, e, S, z, r, NORMALISE)
-    if TURNED:
-        _hold(slot + r, cr, ce, r, f, e, T, x, r, NORMALISE)
+    slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
+    if NORMALISE:
+        tl.store(slot + r * e + cr, z, mask=cr < r)
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
@@ -365,38 +364,30 @@ def scan(
 
 
 @triton.jit
-def _held(slot, cr, ce, f, e, rows, NORMALISE: tl.constexpr):
-    """Sᵀ and z of a slot of f features, the first `rows` of them."""
-    S = tl.load(slot + ce[:, None] * f + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
+def _held(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
+    """Sᵀ and z of a slot, of its first `rows` features."""
+    S = tl.load(slot + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if NORMALISE:
-        z = tl.load(slot + f * e + cr, mask=cr < rows, other=0.0)
+        z = tl.load(slot + r * e + cr, mask=cr < rows, other=0.0)
     return S, z
 
 
 @triton.jit
-def _hold(slot, cr, ce, r, f, e, S, z, rows, NORMALISE: tl.constexpr):
-    """Stores r of f features; of z the first `rows`."""
-    tl.store(slot + ce[:, None] * f + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
+def _hold(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
+    """Stores them; of z the first `rows` features."""
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
     if NORMALISE:
-        tl.store(slot + f * e + cr, z, mask=cr < rows)
+        tl.store(slot + r * e + cr, z, mask=cr < rows)
 
 
 @triton.jit
-def _note(sums, z, x, cr, r, TURNED: tl.constexpr):
-    """Stores z of a block, and x, that of the sines."""
-    tl.store(sums, z, mask=cr < r)
-    if TURNED:
-        tl.store(sums + r, x, mask=cr < r)
-
-
-@triton.jit
-def _start(slot, cr, ce, r, f, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
+def _start(slot, cr, ce, r, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
     """The state of a slot where one is given, which may be no memory at all where none is."""
     S = tl.zeros([ce.shape[0], cr.shape[0]], tl.float32)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if GIVEN:
-        S, z = _held(slot, cr, ce, f, e, r, NORMALISE)
+        S, z = _held(slot, cr, ce, r, e, r, NORMALISE)
     return S, z
 
 
@@ -408,7 +399,6 @@ def _before(
     cr,
     ce,
     r,
-    f,
     e,
     GIVEN: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -417,16 +407,16 @@ def _before(
     LAUNCHES: tl.constexpr,
 ):
     """The state before a chunk: scanned already (3 launches), the sum of all chunks before it (2), or given (1)."""
-    width = f * e + f if NORMALISE else f * e
+    width = r * e + r if NORMALISE else r * e
     if LAUNCHES == 3:
         if CAUSAL:
             slots += chunk * width
-        S, z = _held(slots, cr, ce, f, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
+        S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
     else:
-        S, z = _start(slots, cr, ce, r, f, e, GIVEN, NORMALISE)
+        S, z = _start(slots, cr, ce, r, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for c in range(0, chunk):
-            own, own_z = _held(slots + (c + 1) * width, cr, ce, f, e, r, NORMALISE)
+            own, own_z = _held(slots + (c + 1) * width, cr, ce, r, e, r, NORMALISE)
             if WEIGHTED:
                 keep = tl.load(keeps + c)
                 S = S * keep
@@ -445,7 +435,6 @@ def _after(
     cr,
     ce,
     r,
-    f,
     e,
     GIVEN: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -454,19 +443,19 @@ def _after(
     LAUNCHES: tl.constexpr,
 ):
     """The adjoint after a chunk, in the same three ways."""
-    width = f * e + f if NORMALISE else f * e
+    width = r * e + r if NORMALISE else r * e
     if LAUNCHES == 3:
         if CAUSAL:
             slots += (chunk + 1) * width
-            S, y = _held(slots, cr, ce, f, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
+            S, y = _held(slots, cr, ce, r, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
         else:
-            S, y = _held(slots, cr, ce, f, e, r, NORMALISE)
+            S, y = _held(slots, cr, ce, r, e, r, NORMALISE)
     else:
-        S, y = _start(slots + chunks * width, cr, ce, r, f, e, GIVEN, NORMALISE)
+        S, y = _start(slots + chunks * width, cr, ce, r, e, GIVEN, NORMALISE)
     if LAUNCHES == 2:
         for step in range(1, chunks - chunk):
             c = chunks - step
-            own, own_y = _held(slots + c * width, cr, ce, f, e, r, NORMALISE)
+            own, own_y = _held(slots + c * width, cr, ce, r, e, r, NORMALISE)
             if WEIGHTED:
                 keep = tl.load(keeps + c)
                 S = S * keep
@@ -550,43 +539,32 @@ def outputs(
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
-    f = r * 2 if TURNED else r
-    width = f * e + f if NORMALISE else f * e
+    cx, x = _own(0, r, R, TURNED)
+    width = r * e + r if NORMALISE else r * e
     slots += owner * (chunks + 1 if CAUSAL else 1) * width
     keeps += owner * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, z = _before(slots, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
-    T, x = S, z
-    if TURNED:
-        T, x = _before(slots + r, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     writes = (part == 0) & (head % (H // HEADS) == 0)  # one program a state
     if NORMALISE:
-        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     CLEAR: tl.constexpr = 2 if SEGMENTS or LAUNCHES == 1 else 1
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        phi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        phi = _features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
         fq = phi.to(OPERAND)
-        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
-        if TURNED:
-            acc = _turned_back(acc, tl.dot(fq, tl.trans(T.to(OPERAND)), input_precision=PRECISION), c, s)
         if NORMALISE:
-            zs, xs = z, x
+            zs = z
             if CAUSAL and LAUNCHES > 1:
-                zs += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
-                if TURNED:
-                    xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
-            if TURNED:
-                below = tl.sum(phi * (c[:, None] * zs[None, :] + s[:, None] * xs[None, :]), 1)
-            else:
-                below = tl.sum(phi * zs[None, :], 1)
+                zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
-            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, CLEAR)
+            fk = _features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, CLEAR)
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             a = tl.dot(fq, tl.trans(fk.to(OPERAND)), input_precision=PRECISION)
-            a = _weigh(a, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, False)
+            a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
             if DECAY > 0 or SEGMENTS:
                 acc = acc * into[:, None]
                 fk = fk * leave[:, None]
@@ -594,23 +572,14 @@ def outputs(
             if NORMALISE:
                 if LAUNCHES == 1:
                     if writes:
-                        _note(sums + at // BLOCK * f, z, x, cr, r, TURNED)
+                        tl.store(sums + at // BLOCK * r, z, mask=cr < r)
                 if DECAY > 0 or SEGMENTS:
                     below = below * into
                     z = z * keep
                 below += tl.sum(a, 1)
+                if LAUNCHES == 1:
+                    z += tl.sum(fk, 0)
             acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
-            if TURNED:
-                sine = fk * s[:, None]
-                fk = fk * c[:, None]
-                if DECAY > 0 or SEGMENTS:
-                    T = T * keep
-                    x = x * keep
-                T = tl.dot(tl.trans(vb), sine.to(OPERAND), T, input_precision=PRECISION)
-                if NORMALISE and LAUNCHES == 1:
-                    x += tl.sum(sine, 0)
-            if NORMALISE and LAUNCHES == 1:
-                z += tl.sum(fk, 0)
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if SEGMENTS:
             acc = tl.where(real[:, None], acc, 0.0)
@@ -624,13 +593,8 @@ def outputs(
     if LAUNCHES < 3:
         if (chunk == chunks - 1) & (head % (H // HEADS) == 0):
             if NORMALISE and LAUNCHES == 2:
-                z += tl.load(slots + chunks * width + f * e + cr, mask=cr < r, other=0.0)
-                if TURNED:
-                    x += tl.load(slots + chunks * width + f * e + r + cr, mask=cr < r, other=0.0)
-            final += owner * width
-            _hold(final, cr, ce, r, f, e, S, z, tl.where(part == 0, r, 0), NORMALISE)
-            if TURNED:
-                _hold(final + r, cr, ce, r, f, e, T, x, tl.where(part == 0, r, 0), NORMALISE)
+                z += tl.load(slots + chunks * width + r * e + cr, mask=cr < r, other=0.0)
+            _hold(final + owner * width, cr, ce, r, e, S, z, tl.where(part == 0, r, 0), NORMALISE)
 
 
 @triton.jit
@@ -698,52 +662,41 @@ def adjoints(
     decay += row * n if DECAY == 2 else owner
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    f = r * 2 if TURNED else r
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
+    cx, x = _own(part * R, r, R, TURNED)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     S = tl.zeros([E, R], tl.float32)
     y = tl.zeros([R], tl.float32)
-    T, x = S, y
     kept = 1.0
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, _b, _run, into, _leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         if NORMALISE and CAUSAL:
-            _note(sums + at // BLOCK * f, y, x, cr, r, TURNED)
+            tl.store(sums + at // BLOCK * r, y, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
             S = S * keep
             y = y * keep
             kept = kept * keep
-            if TURNED:
-                T = T * keep
-                x = x * keep
         for h in tl.static_range(GROUP):
-            psi = _features(q + h * q_h, shift + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            qh, shift_h = q + h * q_h, shift + h * n
+            psi = _features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
             dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
-            scale = into
             if NORMALISE:
-                scale = scale * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))
+                psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
                 ob = _rows(o + h * o_h, t, o_t, ce, e, real, EVEN_N, EVEN_C)
                 d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
                 if part == 0:
                     tl.store(delta + h * n + t, d, mask=base + t < n)
-            if NORMALISE or DECAY > 0 or SEGMENTS:
-                psi = psi * scale[:, None]
-            if TURNED:
-                sine = psi * s[:, None]
-                psi = psi * c[:, None]
-                T = tl.dot(tl.trans(dob.to(OPERAND)), sine.to(OPERAND), T, input_precision=PRECISION)
-                if NORMALISE:
-                    x -= tl.sum(sine * d[:, None], 0)
+            if DECAY > 0 or SEGMENTS:
+                psi = psi * into[:, None]
             S = tl.dot(tl.trans(dob.to(OPERAND)), psi.to(OPERAND), S, input_precision=PRECISION)
             if NORMALISE:
                 y -= tl.sum(psi * d[:, None], 0)
-    slot = slots + (row * (chunks + 1) + chunk) * (f * e + f if NORMALISE else f * e)
-    _hold(slot, cr, ce, r, f, e, S, y, r, NORMALISE)
-    if TURNED:
-        _hold(slot + r, cr, ce, r, f, e, T, x, r, NORMALISE)
+    slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
+    tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
+    if NORMALISE:
+        tl.store(slot + r * e + cr, y, mask=cr < r)
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
@@ -759,20 +712,25 @@ def _dots(o, do, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: t
 @triton.jit
 def _precisely(a, S, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """a S with all the digits of S: in three parts, where operands have a third of them."""
-    if OPERAND == tl.bfloat16:  # noqa: SIM300
-        high = S.to(OPERAND)
+    if OPERAND == tl.bfloat16 or PRECISION == "tf32":  # noqa: SIM300
+        high = S.to(tl.bfloat16)
         rest = S - high.to(tl.float32)
-        middle = rest.to(OPERAND)
-        low = (rest - middle.to(tl.float32)).to(OPERAND)
-        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        product = tl.dot(a, low.to(OPERAND), input_precision=PRECISION)
+        product = tl.dot(a, middle.to(OPERAND), product, input_precision=PRECISION)
+        return tl.dot(a, high.to(OPERAND), product, input_precision=PRECISION)
     else:
         return tl.dot(a, S, input_precision=PRECISION)
 
 
 @triton.jit
-def _flow(x, by, OPERAND: tl.constexpr):
+def _flow(x, by, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """x·by, token by token, with `by` as rounded as it is where it goes into a product."""
-    return tl.sum(x * by.to(OPERAND).to(tl.float32), 1)
+    by = by.to(OPERAND).to(tl.float32)
+    if PRECISION == "tf32":
+        by = tf32(by)
+    return tl.sum(x * by, 1)
 
 
 @triton.jit
@@ -864,72 +822,54 @@ def _queries(
     decay += owner * n if DECAY == 2 else owner % HEADS
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    f = r * 2 if TURNED else r
-    width = f * e + f if NORMALISE else f * e
+    cx, x = _own(part * R, r, R, TURNED)
+    width = r * e + r if NORMALISE else r * e
     slots += owner * (chunks + 1 if CAUSAL else 1) * width
     keeps += owner * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, z = _before(slots, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
-    T, x = S, z
-    if TURNED:
-        T, x = _before(slots + r, keeps, chunk, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, z = _before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
+        sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         raw = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
         dob = raw.to(OPERAND)
-        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
         grad = tl.zeros([BLOCK, R], tl.float32)
-        sine = grad
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
-            zs, xs = z, x
+            zs = z
             if LAUNCHES == 1:
                 minus = -_dots(o, raw, t, o_t, ce, e, real, EVEN_N, EVEN_C)
-                zs = tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
-                if TURNED:
-                    xs = tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
+                zs = tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             else:
                 minus = -tl.load(delta + t, mask=real, other=0.0)
                 if CAUSAL:
-                    zs += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
-                    if TURNED:
-                        xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
+                    zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             grad += minus[:, None] * zs[None, :]
-            sine += minus[:, None] * xs[None, :]
             d += minus[:, None]
         if CLOCKED:
-            psi = _features(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            psi = _features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
             if NORMALISE:
                 psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
-            inner, far = _precisely(dob, S, OPERAND, PRECISION), psi * into[:, None]
-            if TURNED:
-                inner_sine, far_sine = _precisely(dob, T, OPERAND, PRECISION), far * s[:, None]
-                far = far * c[:, None]
-                turn = _flow(inner_sine, far_sine, OPERAND) + tl.sum(sine * far_sine, 1)
-                sine += inner_sine
-                turn += _flow(inner, far, OPERAND) + tl.sum(grad * far, 1)
-            else:
-                turn = _flow(inner, far, OPERAND) + tl.sum(grad * far, 1)
+            far = psi * into[:, None]
+            inner = _precisely(dob, S, OPERAND, PRECISION)
+            turn = _flow(inner, far, OPERAND, PRECISION) + tl.sum(grad * far, 1)
             grad += inner
         else:
             grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
-            if TURNED:
-                sine = tl.dot(dob, T.to(OPERAND), sine, input_precision=PRECISION)
-        if TURNED:
-            grad = _turned_back(grad, sine, c, s)
         if CAUSAL:
-            fk = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+            fk = _features(
+                k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2 if SEGMENTS else 1
+            )
             vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
-            d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, False).to(OPERAND)
+            d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
                 grad = grad * into[:, None]
             if CLOCKED:
                 inner = tl.dot(d, fk.to(OPERAND), input_precision=PRECISION)
-                turn += _flow(inner, psi, OPERAND)
+                turn += _flow(inner, psi, OPERAND, PRECISION)
                 grad += inner
             else:
                 grad = tl.dot(d, fk.to(OPERAND), grad, input_precision=PRECISION)
@@ -937,22 +877,15 @@ def _queries(
                 fk = fk * leave[:, None]
                 S = S * keep
                 z = z * keep
-            if TURNED:
-                if DECAY > 0 or SEGMENTS:
-                    T = T * keep
-                    x = x * keep
-                T = tl.dot(tl.trans(vb), (fk * s[:, None]).to(OPERAND), T, input_precision=PRECISION)
-                fk = fk * c[:, None]
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if CLOCKED:
             tl.store(gain + t, tl.where(real, turn, 0.0), mask=base + t < n)
-        if FEATURE != "identity":
-            grad = grad * _slope(q, shift_q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
+        grad = _pulled(grad, q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
         if NORMALISE:
             grad = grad * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
         if SEGMENTS:
             grad = tl.where(real[:, None], grad, 0.0)
-        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
+        _put(dq, t, dq_t, cx, x, grad, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
@@ -1058,72 +991,50 @@ def _keys(
     code += batch * n
     cr = (0 if DV else part * R) + tl.arange(0, R)
     ce = (0 if DK else part * E) + tl.arange(0, E)
-    f = r * 2 if TURNED else r
-    width = f * e + f if NORMALISE else f * e
+    cx, x = _own(0 if DV else part * R, r, R, TURNED)
+    width = r * e + r if NORMALISE else r * e
     slots += row * (chunks + 1 if CAUSAL else 1) * width
     keeps += row * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
-    S, y = _after(slots, keeps, chunk, chunks, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
-    T, x = S, y
-    if TURNED:
-        T, x = _after(slots + r, keeps, chunk, chunks, cr, ce, r, f, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
+    S, y = _after(slots, keeps, chunk, chunks, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
     if NORMALISE:
-        sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * f + cr
+        sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        phi = _features(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
-        fk = phi.to(OPERAND)
+        fk = _features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+        far = fk * leave[:, None]
+        fk = fk.to(OPERAND)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        c, s = _turn(turns, t, n, real, TURNED, EVEN_N)
-        held, held_sine = S.to(OPERAND), T.to(OPERAND)
+        held = S.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION)
-            if TURNED:
-                gv = _turned_back(gv, tl.dot(fk, tl.trans(held_sine), input_precision=PRECISION), c, s)
             if DECAY > 0 or SEGMENTS:
                 gv = gv * leave[:, None]
         if DK:
             gk = tl.zeros([BLOCK, R], tl.float32)
-            sine = gk
             if NORMALISE:
-                ys, xs = y, x
+                ys = y
                 if CAUSAL and LAUNCHES > 1:
-                    ys += tl.load(sums + at // BLOCK * f, mask=cr < r, other=0.0)
-                    if TURNED:
-                        xs += tl.load(sums + at // BLOCK * f + r, mask=cr < r, other=0.0)
+                    ys += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
                 gk += ys[None, :]
-                sine += xs[None, :]
             if CLOCKED:
-                inner, far = _precisely(vb, S, OPERAND, PRECISION), phi * leave[:, None]
-                if TURNED:
-                    inner_sine, far_sine = _precisely(vb, T, OPERAND, PRECISION), far * s[:, None]
-                    far = far * c[:, None]
-                    turn = _flow(inner_sine, far_sine, OPERAND) + tl.sum(sine * far_sine, 1)
-                    sine += inner_sine
-                    turn += _flow(inner, far, OPERAND) + tl.sum(gk * far, 1)
-                else:
-                    turn = _flow(inner, far, OPERAND) + tl.sum(gk * far, 1)
+                inner = _precisely(vb, S, OPERAND, PRECISION)
+                turn = _flow(inner, far, OPERAND, PRECISION) + tl.sum(gk * far, 1)
                 gk += inner
             else:
                 gk = tl.dot(vb, held, gk, input_precision=PRECISION)
-                if TURNED:
-                    sine = tl.dot(vb, held_sine, sine, input_precision=PRECISION)
-            if TURNED:
-                gk = _turned_back(gk, sine, c, s)
             if DECAY > 0 or SEGMENTS:
                 gk = gk * leave[:, None]
         if CAUSAL:
             if DECAY > 0 or SEGMENTS:
                 S = S * keep
                 y = y * keep
-                if TURNED:
-                    T = T * keep
-                    x = x * keep
             for h in tl.static_range(GROUP):
-                psi = _features(q + h * q_h, shift_q + h * n, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+                qh, shift_h = q + h * q_h, shift_q + h * n
+                psi = _features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
                 raw = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
                 dob = raw.to(OPERAND)
                 if NORMALISE and DK:
@@ -1134,44 +1045,34 @@ def _keys(
                 if NORMALISE:
                     psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
                 if NORMALISE and DK and LAUNCHES == 1:
-                    if TURNED:
-                        y -= tl.sum(psi * (delta_h * into * c)[:, None], 0)
-                        x -= tl.sum(psi * (delta_h * into * s)[:, None], 0)
-                    else:
-                        y -= tl.sum(psi * (delta_h * into)[:, None], 0)
+                    y -= tl.sum(psi * (delta_h * into)[:, None], 0)
                 fq = psi.to(OPERAND)
                 if DV:
                     a = tl.dot(fk, tl.trans(fq), input_precision=PRECISION)
-                    a = _weigh(a, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, True).to(OPERAND)
+                    a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
                     gv = tl.dot(a, dob, gv, input_precision=PRECISION)
                 if DK:
                     d = tl.zeros([BLOCK, BLOCK], tl.float32)
                     if NORMALISE:
                         d -= delta_h[None, :]
                     d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
-                    d = _weigh(d, b, run, c, s, BLOCK, DECAY, SEGMENTS, TURNED, True).to(OPERAND)
+                    d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, True).to(OPERAND)
                     if CLOCKED:
                         inner = tl.dot(d, fq, input_precision=PRECISION)
-                        turn += _flow(inner, fk, OPERAND)
+                        turn += _flow(inner, fk, OPERAND, PRECISION)
                         gk += inner
                     else:
                         gk = tl.dot(d, fq, gk, input_precision=PRECISION)
                 if DECAY > 0 or SEGMENTS:
-                    psi = psi * into[:, None]
-                if TURNED:
-                    T = tl.dot(tl.trans(dob), (psi * s[:, None]).to(OPERAND), T, input_precision=PRECISION)
-                    psi = psi * c[:, None]
-                if DECAY > 0 or SEGMENTS or TURNED:
-                    fq = psi.to(OPERAND)
+                    fq = (psi * into[:, None]).to(OPERAND)
                 S = tl.dot(tl.trans(dob), fq, S, input_precision=PRECISION)
         if DK:
             if CLOCKED:
                 tl.store(loss + t, tl.where(real, turn, 0.0), mask=base + t < n)
-            if FEATURE != "identity":
-                gk = gk * _slope(k, shift_k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
+            gk = _pulled(gk, k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
             if SEGMENTS:
                 gk = tl.where(real[:, None], gk, 0.0)
-            _put(dk, t, dk_t, cr, r, gk, n - base, EVEN_N, EVEN_C)
+            _put(dk, t, dk_t, cx, x, gk, n - base, EVEN_N, EVEN_C)
         if DV:
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
@@ -1179,13 +1080,8 @@ def _keys(
     if FIRST and DK and LAUNCHES < 3:
         if chunk == 0:
             if NORMALISE and LAUNCHES == 2:
-                y += tl.load(slots + f * e + cr, mask=cr < r, other=0.0)
-                if TURNED:
-                    x += tl.load(slots + f * e + r + cr, mask=cr < r, other=0.0)
-            first += row * width
-            _hold(first, cr, ce, r, f, e, S, y, r, NORMALISE)
-            if TURNED:
-                _hold(first + r, cr, ce, r, f, e, T, x, r, NORMALISE)
+                y += tl.load(slots + r * e + cr, mask=cr < r, other=0.0)
+            _hold(first + row * width, cr, ce, r, e, S, y, r, NORMALISE)
 
 
 @triton.jit

@@ -170,16 +170,13 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
     launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
 
 
-def _fill(slots, at, S, z):
+def _fill(plan, slots, at, S, z):
     """Puts a state (zero where there is none) into slot `at` of every head: Sᵀ, then z."""
-    B, heads, _, width = slots.shape
     slot = slots[:, :, at]
     slot.zero_()
-    if S is not None:
-        *_, r, e = S.shape
-        slot[..., : r * e].view(B, heads, e, r).copy_(S.mT)
-    if z is not None:
-        slot[..., width - z.shape[-1] :] = z
+    for there, x in zip(_views(plan, slot), (S, z), strict=True):
+        if there is not None and x is not None:
+            there.copy_(x.unflatten(2, there.shape[2:4]))
 
 
 def _learns(*tensors: Tensor | None) -> bool:
@@ -193,7 +190,7 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
     work = launches.empty((plan.forward.size,), q)
     final = launches.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
     if S is not None:
-        _fill(plan.forward.slots(work), 0, S, z if plan.normalise else None)
+        _fill(plan, plan.forward.slots(work), 0, S, z)
     den, slots, keeps, sums, spare = plan.forward.parts(work, "outputs" in plan.ready)
     end = spare if final is None else final
     sq, sk, tq, tk, dec, runs = (_or(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
@@ -220,11 +217,16 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
     return o, final, work
 
 
+def _views(plan, slot):
+    """S (B, heads, sides, d, e) and z (B, heads, sides, d) in slots; the sides are cosines and sines, or one."""
+    area, sides = plan.r * plan.e, plan.r // plan.d
+    S = slot[..., :area].unflatten(-1, (plan.e, plan.d, sides)).permute(0, 1, 4, 3, 2)
+    return S, slot[..., area:].unflatten(-1, (plan.d, sides)).mT if plan.normalise else None
+
+
 def _state(plan, final):
     """S and z out of slots; z is None where nothing is normalised."""
-    area = plan.features * plan.e
-    S = final[..., :area].view(plan.B, plan.heads, plan.e, plan.features).mT
-    return S, final[..., area:] if plan.normalise else None
+    return tuple(None if x is None else x.flatten(2, 3) for x in _views(plan, final))
 
 
 class _Outputs(torch.autograd.Function):
@@ -249,9 +251,9 @@ def _pull_back(ctx, do, dS, dz):
     q, k, v, o, work, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
     plan, given = ctx.plan, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else _packed(do)
-    dq = launches.tokens(plan.like_q, q, plan.r)
+    dq = launches.tokens(plan.like_q, q, plan.d)
     # with a decay a key head has one gradient for each query head: they are summed below
-    dk, dv = launches.tokens(plan.like_k, k, plan.r), launches.tokens(plan.like_v, v, plan.e)
+    dk, dv = launches.tokens(plan.like_k, k, plan.d), launches.tokens(plan.like_v, v, plan.e)
     clocked = decay is not None and ctx.needs_input_grad[5]
     incoming = *do.stride(), do.data_ptr() % 16, given, clocked
     known = ("gradients", plan.merged, plan.narrow, True, incoming) in plan.ready  # the last of the launches
@@ -262,7 +264,7 @@ def _pull_back(ctx, do, dS, dz):
     if plan.launches > 1 or given or ctx.given:
         room = launches.empty((plan.backward.size,), q)
         if given:
-            _fill(plan.backward.slots(room), plan.chunks_q, dS, dz)
+            _fill(plan, plan.backward.slots(room), plan.chunks_q, dS, dz)
         delta, back, keeps_back, after, first = plan.backward.parts(room, known)
     gain = loss = q
     if clocked:
