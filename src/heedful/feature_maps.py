@@ -134,12 +134,12 @@ class TurnedFeatureMap(FeatureMap):
     def angles(self, positions: Int[Tensor, "*s n"]) -> Float[Tensor, "*s n"]:
         """The angle of each position, in float64."""
 
-    def line(self, first: int, stop: int, device: torch.device) -> Float[Tensor, " n"]:
+    def line(self, first: int, stop: int, device: torch.device) -> Float[Tensor, "1 n"]:
         """The angles of the positions from `first` to before `stop`."""
-        return self.angles(torch.arange(first, stop, device=device))
+        return self.angles(torch.arange(first, stop, device=device)[None])
 
     def query(self, x, positions=None):
-        angle = self.line(0, x.shape[-2], x.device) if positions is None else self.angles(positions)
+        angle = self.line(0, x.shape[-2], x.device)[0] if positions is None else self.angles(positions)
         x, angle = self.still.query(x), angle[..., None]
         return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
 
@@ -169,7 +169,7 @@ class CosFormer(TurnedFeatureMap):
 
     def line(self, first, stop, device):
         self._check(stop - 1)
-        # on a GPU a new tensor each time would be a launch or two; one made inside a graph holds nothing yet
+        # kernels keep what they make of one tensor of angles; one made inside a graph holds nothing yet
         fresh = device.type == "cpu" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
         return (_line.__wrapped__ if fresh else _line)(self.length, first, stop, device)
 
@@ -182,10 +182,10 @@ class CosFormer(TurnedFeatureMap):
 
 
 @lru_cache(maxsize=32)
-def _line(length: int, first: int, stop: int, device: torch.device) -> Float[Tensor, " n"]:
+def _line(length: int, first: int, stop: int, device: torch.device) -> Float[Tensor, "1 n"]:
     """cosFormer's angles of consecutive positions."""
     with torch.inference_mode(False):
-        return torch.arange(first, stop, dtype=torch.float64, device=device) * (pi / 2 / length)
+        return torch.arange(first, stop, dtype=torch.float64, device=device)[None] * (pi / 2 / length)
 
 
 class Polynomial(FeatureMap):

@@ -313,7 +313,7 @@ class Featured(RecurrentMechanism):
 def _angles(turned: TurnedFeatureMap, segments: Tensor | None, n: int, m: int, device) -> Float[Tensor, "*s l"]:
     """Of the last of n queries and m keys, as many as there are of the more."""
     if segments is None:
-        return turned.line(min(m - n, 0), m, device)[None]
+        return turned.line(min(m - n, 0), m, device)
     return turned.angles(resolve(segments, n, m, device).key_positions)
 
 
