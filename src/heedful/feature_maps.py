@@ -170,7 +170,7 @@ class CosFormer(TurnedFeatureMap):
     def line(self, first, stop, device):
         self._check(stop - 1)
         # kernels keep what they make of one tensor of angles; one made inside a graph holds nothing yet
-        fresh = device.type == "cpu" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+        fresh = device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
         return (_line.__wrapped__ if fresh else _line)(self.length, first, stop, device)
 
     def _check(self, last: int) -> None:
