@@ -78,6 +78,14 @@ CONFIGS = {
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
     (256, "fp32"): dict.fromkeys(LAUNCHES, Config(32, 8, 1)),
 }
+# Turned features of a head of 64 are 128 wide, but its values are not: a program has room for all of the features.
+TURNED = CONFIGS[128, "bf16"] | dict(
+    states=Config(128, 4, 3),
+    outputs=Config(64, 4, 3),
+    adjoints=Config(128, 4, 3),
+    queries=Config(128, 4, 3),
+    keys=Config(128, 4, 3),
+)
 PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
 SHORTEST = 128
@@ -156,10 +164,13 @@ def merged(n, rows) -> bool:
     return rows * n <= LITTLE
 
 
-def _precision(dtype, width) -> str:
-    """Of a product of float32 operands. Over 256 terms 3×tf32 is off by three times what plain float32 is."""
+def _precision(dtype, width, turned) -> str:
+    """Of a product of float32 operands. Over 256 terms 3×tf32 is off by three times what plain float32 is.
+
+    Triton 3.6 does not compile a product of pairs of columns in plain tf32.
+    """
     if dtype == torch.float16:
-        return "tf32"
+        return "tf32x3" if turned else "tf32"
     return "tf32x3" if width < 256 else "ieee"
 
 
@@ -173,8 +184,9 @@ class Plan:
         self.heads, self.normalise, self.causal = heads, normalise, causal
         bf16 = q.dtype == torch.bfloat16
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
-        self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
+        roomy = turned and kind == (128, "bf16") and self.E <= 64
+        self.block, self.configs = BLOCKS[kind], TURNED if roomy else CONFIGS[kind]
         longest, rows = max(self.n, self.m), self.B * heads
         self.narrow = max(self.R, self.E) <= self.configs["both"].split
         self.merged = self.narrow and merged(longest, rows)
@@ -195,7 +207,7 @@ class Plan:
             TURNED=turned,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=_precision(q.dtype, kind[0]),
+            PRECISION=_precision(q.dtype, kind[0], turned),
             EVEN_N=self.n % self.block == self.m % self.block == 0 and code is None,
             EVEN_C=(self.r, self.e) == (self.R, self.E),
             BLOCK=self.block,
