@@ -179,7 +179,7 @@ class Plan:
 
     def __init__(self, q, k, v, decay, code, turned, feature, normalise, causal, heads, given):
         self.B, self.H, self.n, self.d = q.shape
-        self.turned, self.r = turned, 2 * self.d if turned else self.d
+        self.r = 2 * self.d if turned else self.d  # features
         self.Hkv, self.m, self.e = v.shape[1:]
         self.heads, self.normalise, self.causal = heads, normalise, causal
         bf16 = q.dtype == torch.bfloat16
