@@ -1,16 +1,16 @@
 """Linear attention with gates that differ from token to token, segments and state.
 
-One signature: a gate for each channel in plain torch; one for the whole head there, and in Triton as a decay of
-`chunked_linear`.
+One signature, in plain torch and in Triton, where one gate for a whole head is a decay of `chunked_linear`.
 """
 
 from __future__ import annotations
 
 from heedful.kernels.chunked_linear import chunked_linear
-from heedful.kernels.dispatch import Backend, Kernel
+from heedful.kernels.dispatch import Backend, Kernel, triton_backend
 from heedful.kernels.gated_linear import reference
 
 _decay = chunked_linear.backends["triton"]
+_channels = triton_backend("heedful.kernels.gated_linear.triton", "gated_linear")
 LEAST = -104.0  # exp() of it is 0 in float32; sums of such gates stay small, and so do the roundings of differences
 
 
@@ -19,13 +19,15 @@ def _as_decay(q, k, v, *, log_decay, **options):
 
 
 def _triton_run(*args, **kwargs):
+    if kwargs["log_decay"].shape[-1] != 1:
+        return _channels.run(*args, **kwargs)
     args, kwargs = _as_decay(*args, **kwargs)
     return _decay.run(*args, **kwargs)
 
 
 def _triton_objections(*args, **kwargs) -> list[str]:
     if kwargs["log_decay"].shape[-1] != 1:
-        return ["only one gate for a whole head has a Triton form, not one for each channel."]
+        return _channels.objections(*args, **kwargs)
     args, kwargs = _as_decay(*args, **kwargs)
     return _decay.objections(*args, **kwargs)
 

@@ -1,0 +1,724 @@
+"""The Triton programs of gated linear attention; triton.py launches them, three forward and four backward.
+
+    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
+    exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, … of a block:
+                  X_t = Σ g_u,  u of the s tokens around t,  u ≤ t in a later half and u > t in an earlier one
+                and for the state  into_t = exp Σ_{u≤t} g_u,  leave_t = exp Σ_{u>t} g_u,  keep = exp Σ g_u
+    forward     states    each chunk by itself: Sᵀ = Σ_j v_j (leave_j ∘ φk_j)ᵀ, z = Σ_j leave_j ∘ φk_j
+                scan      x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the chunks: the state before each chunk
+                outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of their level
+                          num = P v + (into ∘ φq) S,  den = Σ_j P_ij + (into ∘ φq)·z,  o = num / den
+    backward    the normaliser is one more value column: ψ_i = φq_i / den_i, δ_i = do_i·o_i, D_ij = do_i·v_j − δ_i
+                adjoints  each chunk by itself: δ, Rᵀ = Σ_i do_i (into_i ∘ ψ_i)ᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
+                scan      the same backwards: R and y after each chunk
+                queries   forwards:   dφq_i = (Σ_j D_ij e^{X_i} ∘ e^{X_j} ∘ φk_j + into_i ∘ (S do_i − δ_i z)) / den_i
+                keys      backwards:  dφk_j = Σ_i D_ij e^{X_i} ∘ e^{X_j} ∘ ψ_i + leave_j ∘ (R v_j + y)
+                                      dv = Pᵀ do with ψ for φq, + (leave ∘ φk) R
+                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, + Σ_e S ∘ R + z ∘ y after it
+    precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
+                float16, 3×tf32 for float32; gates in two parts of bfloat16, or 3×tf32
+
+No exponent is a difference, so none is positive. A shut gate (−∞) counts as 2⁻¹⁵⁰, which is 0 in float32. Each element
+is written by one program in a fixed order: runs are bit-equal. README.md has the derivation.
+"""
+
+# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.arithmetic import exp2
+from heedful.kernels.chunked_linear.programs import (
+    LOG2E,
+    _features,
+    _held,
+    _hold,
+    _link,
+    _put,
+    _reciprocal,
+    _rows,
+    _slope,
+)
+
+SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
+
+
+@triton.jit
+def _tokens(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Of the block at `start`: which tokens are real, their runs, and where a state enters, leaves, stays (1 or 0)."""
+    t = start + tl.arange(0, BLOCK)
+    real = t < n
+    run = tl.zeros([BLOCK], tl.int32)
+    enters = tl.full([BLOCK], 1.0, tl.float32)
+    leaves = enters
+    stays = 1.0
+    if SEGMENTS:
+        c = tl.load(code + t, mask=real, other=-1)
+        run = tl.maximum(c, -1 - c)
+        before = tl.load(code + start - 1, mask=start > 0, other=0)
+        before = tl.maximum(before, -1 - before)
+        last = tl.load(code + tl.minimum(start + BLOCK, n) - 1)
+        last = tl.maximum(last, -1 - last)
+        real = real & (c >= 0)
+        enters = tl.where(run == before, 1.0, 0.0)
+        leaves = tl.where(run == last, 1.0, 0.0)
+        stays = tl.where(before == last, 1.0, 0.0)
+    return real, run, enters, leaves, stays
+
+
+@triton.jit
+def _gates(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
+    """A tile of log-gates to base 2; nothing fades outside and at padding."""
+    x = _rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32) * LOG2E
+    return tl.where(x < SHUT, SHUT, x)
+
+
+@triton.jit
+def _sums(which, x, OPERAND: tl.constexpr):
+    """Sums of rows of x, chosen by a matrix of zeros and ones."""
+    if OPERAND == tl.bfloat16:
+        chosen = which.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(chosen, low, tl.dot(chosen, high))
+    else:
+        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+
+
+@triton.jit
+def _into(x, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+    """What is left at each token of what was there before the block."""
+    i = tl.arange(0, BLOCK)
+    return exp2(_sums(i[None, :] <= i[:, None], x, OPERAND))
+
+
+@triton.jit
+def _leave(x, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+    """What is left after the block of what each token adds."""
+    i = tl.arange(0, BLOCK)
+    return exp2(_sums(i[None, :] > i[:, None], x, OPERAND))
+
+
+@triton.jit
+def _level(x, k: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+    """Factors between the halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
+    i, u = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    later = ((i >> k) & 1) == 1
+    return exp2(_sums((((i ^ u) >> k) == 0) & ((u <= i) == later), x, OPERAND))
+
+
+@triton.jit
+def _pairs(t, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
+    """Of [query, key], or [key, query] with ADJOINT: i xor j, whose highest bit is the level, where i > j; −1 on the
+    diagonal, 0 elsewhere. From t, not from a constant, so that no level's mask is held through the walk."""
+    a, b = t[:, None], t[None, :]
+    past = a < b if ADJOINT else a > b
+    return tl.where(a == b, -1, tl.where(past, a ^ b, 0))
+
+
+@triton.jit
+def _alike(a, run, SEGMENTS: tl.constexpr):
+    """a inside segments, 0 between them."""
+    if SEGMENTS:
+        return tl.where(run[:, None] == run[None, :], a, 0.0)
+    else:
+        return a
+
+
+@triton.jit
+def _diagonal(d, pairs):
+    return tl.sum(tl.where(pairs == -1, d, 0.0), 1)
+
+
+@triton.jit
+def _carried(x, keep, stays, SEGMENTS: tl.constexpr):
+    if SEGMENTS:
+        keep = keep * stays
+    return x * keep
+
+
+@triton.jit
+def states(
+    k,
+    v,
+    g,
+    code,
+    slots,
+    keeps,
+    sums,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    g_b,
+    g_h,
+    g_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One chunk's own Sᵀ and z, in slot c + 1 of its head, z before each of its blocks, what it keeps; splits r."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    batch, head = row // H, row % H
+    base = chunk * span
+    skip = base.to(tl.int64)
+    k += batch * k_b + head * k_h + skip * k_t
+    v += batch * v_b + head * v_h + skip * v_t
+    g += batch * g_b + head * g_h + skip * g_t
+    code += batch * n
+    cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    S = tl.zeros([E, R], tl.float32)
+    z = tl.zeros([R], tl.float32)
+    kept = tl.full([R], 1.0, tl.float32)
+    for at in range(0, tl.minimum(span, n - base), BLOCK):
+        real, _run, _enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
+        t = at + tl.arange(0, BLOCK)
+        x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
+        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        fk = fk * _leave(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            fk = fk * leaves[:, None]
+        keep = exp2(tl.sum(x, 0))
+        if NORMALISE:
+            tl.store(sums + at // BLOCK * r, z, mask=cr < r)
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(fk, 0)
+        kept = _carried(kept, keep, stays, SEGMENTS)
+        S = _carried(S, keep[None, :], stays, SEGMENTS)
+        S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
+    slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
+    _hold(slot, cr, ce, r, e, S, z, r, NORMALISE)
+    tl.store(keeps + (row * chunks + chunk) * r + cr, kept, mask=cr < r)
+
+
+@triton.jit
+def scan(
+    slots,
+    keeps,
+    end,
+    chunks,
+    width,
+    r,
+    GIVEN: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the slots of a head, or x_c ← keep_c ∘ x_{c+1} + x_c backwards.
+
+    The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`. A slot is rows of r
+    numbers, so that its columns have the gates of column mod r.
+    """
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(1).to(tl.int64)
+    slots += row * (chunks + 1) * width
+    keeps += row * chunks * r
+    start = chunks if REVERSE else 0
+    x = tl.load(slots + start * width + column, mask=column < width * GIVEN, other=0.0)
+    for at in range(0, chunks, GROUP):
+        c = at + tl.arange(0, GROUP)
+        c = chunks - 1 - c if REVERSE else c
+        mask = ((c >= 0) & (c < chunks))[:, None] & (column < width)[None, :]
+        here = slots + (c if REVERSE else c + 1)[:, None] * width + column[None, :]
+        own = tl.load(here, mask=mask, other=0.0)
+        keep = tl.load(keeps + c[:, None] * r + (column % r)[None, :], mask=mask, other=1.0)
+        kept, own = tl.associative_scan((keep, own), 0, _link)
+        own += kept * x[None, :]
+        tl.store(here, own, mask=mask)
+        x = tl.sum(tl.where((tl.arange(0, GROUP) == GROUP - 1)[:, None], own, 0.0), 0)
+    tl.store(end + row * width + column, x, mask=column < width)
+
+
+@triton.jit
+def outputs(
+    q,
+    k,
+    v,
+    g,
+    o,
+    den,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    g_b,
+    g_h,
+    g_t,
+    o_b,
+    o_h,
+    o_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One chunk's outputs from the state before it; splits e."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    batch, head = row // H, row % H
+    base = chunk * span
+    skip = base.to(tl.int64)
+    q += batch * q_b + head * q_h + skip * q_t
+    k += batch * k_b + head * k_h + skip * k_t
+    v += batch * v_b + head * v_h + skip * v_t
+    g += batch * g_b + head * g_h + skip * g_t
+    o += batch * o_b + head * o_h + skip * o_t
+    den += row * n + base
+    code += batch * n
+    cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
+    slots += (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
+    S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    for at in range(0, tl.minimum(span, n - base), BLOCK):
+        real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
+        t = at + tl.arange(0, BLOCK)
+        x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
+        fq = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        come = fq * _into(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            come = come * enters[:, None]
+        acc = tl.dot(come.to(OPERAND), tl.trans(S.to(OPERAND)), input_precision=PRECISION)
+        keep = exp2(tl.sum(x, 0))
+        if NORMALISE:
+            zs = z + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            below = tl.sum(come * zs[None, :], 1)
+            z = _carried(z, keep, stays, SEGMENTS)
+        pairs = _pairs(t, BLOCK, False)
+        a = tl.where(pairs == -1, tl.sum(fq * fk, 1)[:, None], 0.0)
+        for level in tl.static_range(LEVELS):
+            f = _level(x, level, BLOCK, OPERAND)
+            w = tl.dot((fq * f).to(OPERAND), tl.trans((fk * f).to(OPERAND)), input_precision=PRECISION)
+            a = tl.where((pairs >> level) == 1, w, a)
+        a = _alike(a, run, SEGMENTS)
+        acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
+        go = fk * _leave(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            go = go * leaves[:, None]
+            acc = tl.where(real[:, None], acc, 0.0)
+        S = _carried(S, keep[None, :], stays, SEGMENTS)
+        S = tl.dot(tl.trans(vb), go.to(OPERAND), S, input_precision=PRECISION)
+        if NORMALISE:
+            below += tl.sum(a, 1)
+            if SEGMENTS:
+                below = tl.where(real, below, 0.0)
+            acc = acc * _reciprocal(below)[:, None]
+            if part == 0:
+                tl.store(den + t, below, mask=base + t < n)
+        _put(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
+
+
+@triton.jit
+def adjoints(
+    q,
+    g,
+    o,
+    do,
+    den,
+    delta,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    g_b,
+    g_h,
+    g_t,
+    o_b,
+    o_h,
+    o_t,
+    do_b,
+    do_h,
+    do_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One chunk's own Rᵀ and y, in slot c of its head, y after each of its blocks, and δ; splits r."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    batch, head = row // H, row % H
+    base = chunk * span
+    skip = base.to(tl.int64)
+    q += batch * q_b + head * q_h + skip * q_t
+    g += batch * g_b + head * g_h + skip * g_t
+    o += batch * o_b + head * o_h + skip * o_t
+    do += batch * do_b + head * do_h + skip * do_t
+    den += row * n + base
+    delta += row * n + base
+    code += batch * n
+    cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    S = tl.zeros([E, R], tl.float32)
+    y = tl.zeros([R], tl.float32)
+    blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
+    for step in range(0, blocks):
+        at = (blocks - 1 - step) * BLOCK
+        real, _run, enters, _leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
+        t = at + tl.arange(0, BLOCK)
+        x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
+        psi = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+        psi = psi * _into(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            psi = psi * enters[:, None]
+        keep = exp2(tl.sum(x, 0))
+        if NORMALISE:
+            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            ob = _rows(o, t, o_t, ce, e, real, EVEN_N, EVEN_C)
+            d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
+            if part == 0:
+                tl.store(delta + t, d, mask=base + t < n)
+            tl.store(sums + at // BLOCK * r, y, mask=cr < r)
+            y = _carried(y, keep, stays, SEGMENTS) - tl.sum(psi * d[:, None], 0)
+        S = _carried(S, keep[None, :], stays, SEGMENTS)
+        S = tl.dot(tl.trans(dob.to(OPERAND)), psi.to(OPERAND), S, input_precision=PRECISION)
+    slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
+    _hold(slot, cr, ce, r, e, S, y, r, NORMALISE)
+
+
+@triton.jit
+def queries(
+    q,
+    k,
+    v,
+    g,
+    do,
+    den,
+    delta,
+    dq,
+    gain,
+    code,
+    slots,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    g_b,
+    g_h,
+    g_t,
+    do_b,
+    do_h,
+    do_t,
+    dq_b,
+    dq_h,
+    dq_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One chunk's dq from the state before it, and φq ∘ dφq if the gates want a gradient; splits r."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    batch, head = row // H, row % H
+    base = chunk * span
+    skip = base.to(tl.int64)
+    q += batch * q_b + head * q_h + skip * q_t
+    k += batch * k_b + head * k_h + skip * k_t
+    v += batch * v_b + head * v_h + skip * v_t
+    g += batch * g_b + head * g_h + skip * g_t
+    do += batch * do_b + head * do_h + skip * do_t
+    dq += batch * dq_b + head * dq_h + skip * dq_t
+    gain += (row * n + base) * r
+    den += row * n + base
+    delta += row * n + base
+    code += batch * n
+    cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
+    slots += (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
+    S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    for at in range(0, tl.minimum(span, n - base), BLOCK):
+        real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
+        t = at + tl.arange(0, BLOCK)
+        x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
+        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        keep = exp2(tl.sum(x, 0))
+        grad = tl.zeros([BLOCK, R], tl.float32)
+        d = tl.zeros([BLOCK, BLOCK], tl.float32)
+        if NORMALISE:
+            minus = -tl.load(delta + t, mask=real, other=0.0)
+            zs = z + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+            grad += minus[:, None] * zs[None, :]
+            d += minus[:, None]
+            z = _carried(z, keep, stays, SEGMENTS)
+        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION) * _into(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            grad = grad * enters[:, None]
+        d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
+        d = _alike(d, run, SEGMENTS)
+        pairs = _pairs(t, BLOCK, False)
+        grad += _diagonal(d, pairs)[:, None] * fk
+        for level in tl.static_range(LEVELS):
+            f = _level(x, level, BLOCK, OPERAND)
+            here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
+            grad += f * tl.dot(here, (fk * f).to(OPERAND), input_precision=PRECISION)
+        go = fk * _leave(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            go = go * leaves[:, None]
+        S = _carried(S, keep[None, :], stays, SEGMENTS)
+        S = tl.dot(tl.trans(vb), go.to(OPERAND), S, input_precision=PRECISION)
+        if NORMALISE:
+            grad = grad * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+        if SEGMENTS:
+            grad = tl.where(real[:, None], grad, 0.0)
+        if GATED:
+            turn = grad * _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            _put(gain, t, r, cr, r, turn, n - base, EVEN_N, EVEN_C)
+        if FEATURE != "identity":
+            grad = grad * _slope(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
+        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
+
+
+@triton.jit
+def keys(
+    q,
+    k,
+    v,
+    g,
+    do,
+    den,
+    delta,
+    dk,
+    dv,
+    dg,
+    gain,
+    code,
+    slots,
+    back,
+    sums,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    g_b,
+    g_h,
+    g_t,
+    do_b,
+    do_h,
+    do_t,
+    dk_b,
+    dk_h,
+    dk_t,
+    dv_b,
+    dv_h,
+    dv_t,
+    dg_b,
+    dg_h,
+    dg_t,
+    n,
+    span,
+    chunks,
+    r,
+    e,
+    H: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    FEATURE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One chunk's dk, dg and dv from the adjoint after it; where that is too wide, dk and dg alone split r, dv alone e."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    batch, head = row // H, row % H
+    base = chunk * span
+    skip = base.to(tl.int64)
+    q += batch * q_b + head * q_h + skip * q_t
+    k += batch * k_b + head * k_h + skip * k_t
+    v += batch * v_b + head * v_h + skip * v_t
+    g += batch * g_b + head * g_h + skip * g_t
+    do += batch * do_b + head * do_h + skip * do_t
+    dk += batch * dk_b + head * dk_h + skip * dk_t
+    dv += batch * dv_b + head * dv_h + skip * dv_t
+    dg += batch * dg_b + head * dg_h + skip * dg_t
+    gain += (row * n + base) * r
+    den += row * n + base
+    delta += row * n + base
+    code += batch * n
+    cr = (0 if DV else part * R) + tl.arange(0, R)
+    ce = (0 if DK else part * E) + tl.arange(0, E)
+    width = r * e + r if NORMALISE else r * e
+    after = (row * (chunks + 1) + chunk + 1) * width
+    S, y = _held(back + after, cr, ce, r, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
+    late = tl.zeros([R], tl.float32)  # what the gates of a token and all before it get from pairs that end after it
+    if GATED and DK:
+        state, sum_before = _held(slots + after, cr, ce, r, e, r, NORMALISE)
+        late = tl.sum(state * S, 0) + sum_before * y
+    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+    blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
+    for step in range(0, blocks):
+        at = (blocks - 1 - step) * BLOCK
+        real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
+        t = at + tl.arange(0, BLOCK)
+        x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
+        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        psi = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        if NORMALISE:
+            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        pairs = _pairs(t, BLOCK, True)
+        leave = _leave(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            leave = leave * leaves[:, None]
+        held = S.to(OPERAND)
+        if DV:
+            gv = tl.dot((fk * leave).to(OPERAND), tl.trans(held), input_precision=PRECISION)
+            a = tl.where(pairs == -1, tl.sum(psi * fk, 1)[:, None], 0.0)
+        if DK:
+            gk = tl.zeros([BLOCK, R], tl.float32)
+            d = tl.zeros([BLOCK, BLOCK], tl.float32)
+            if NORMALISE:
+                ys = y + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
+                gk += ys[None, :]
+                d -= tl.load(delta + t, mask=real, other=0.0)[None, :]
+            gk = tl.dot(vb, held, gk, input_precision=PRECISION) * leave
+            d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
+            d = _alike(d, run, SEGMENTS)
+            gk += _diagonal(d, pairs)[:, None] * psi
+        for level in tl.static_range(LEVELS):
+            f = _level(x, level, BLOCK, OPERAND)
+            later = (psi * f).to(OPERAND)
+            if DV:
+                w = tl.dot((fk * f).to(OPERAND), tl.trans(later), input_precision=PRECISION)
+                a = tl.where((pairs >> level) == 1, w, a)
+            if DK:
+                here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
+                gk += f * tl.dot(here, later, input_precision=PRECISION)
+        if DV:
+            gv = tl.dot(_alike(a, run, SEGMENTS).to(OPERAND), dob, gv, input_precision=PRECISION)
+            if SEGMENTS:
+                gv = tl.where(real[:, None], gv, 0.0)
+            _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
+        come = psi * _into(x, BLOCK, OPERAND)
+        if SEGMENTS:
+            come = come * enters[:, None]
+        keep = exp2(tl.sum(x, 0))
+        y = _carried(y, keep, stays, SEGMENTS)
+        S = _carried(S, keep[None, :], stays, SEGMENTS)
+        S = tl.dot(tl.trans(dob), come.to(OPERAND), S, input_precision=PRECISION)
+        if DK:
+            if SEGMENTS:
+                gk = tl.where(real[:, None], gk, 0.0)
+            if GATED:
+                turn = _rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C) - fk * gk
+                i = tl.arange(0, BLOCK)
+                change = _sums(i[None, :] >= i[:, None], turn, OPERAND) + late[None, :]
+                if SEGMENTS:
+                    change = tl.where(real[:, None], change, 0.0)
+                _put(dg, t, dg_t, cr, r, change, n - base, EVEN_N, EVEN_C)
+                late += tl.sum(turn, 0)
+            if FEATURE != "identity":
+                gk = gk * _slope(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
+            _put(dk, t, dk_t, cr, r, gk, n - base, EVEN_N, EVEN_C)

@@ -1,0 +1,243 @@
+"""Gated linear attention in Triton, a gate for each channel: the same call as reference.py.
+
+Which programs are launched, on what memory, and what is kept for the backward pass; programs.py has the mathematics.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from heedful.kernels import launching
+from heedful.kernels.chunked_linear.launches import _layout, _precision, empty, tokens
+from heedful.kernels.chunked_linear.reference import LinearState, runs
+from heedful.kernels.chunked_linear.triton import _fill, _learns, _or, _packed, _state, _steps
+from heedful.kernels.dispatch import on_device
+from heedful.kernels.gated_linear import programs, reference
+from heedful.kernels.launching import INTERPRETED, over, power, up
+
+WIDEST = 128
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Config(NamedTuple):
+    """Of one kernel: columns a program takes of the axis it may split, warps, stages, most registers."""
+
+    split: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+# The key is the width (r and e up to it) and the operands; a block is that many tokens.
+BLOCKS = {(64, "bf16"): 64, (128, "bf16"): 64, (64, "fp32"): 32, (128, "fp32"): 32}
+LAUNCHES = ("states", "outputs", "adjoints", "queries", "keys")
+CONFIGS = {
+    (64, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 4, 2)),
+    (128, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
+    (64, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 4, 1)),
+    (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
+}
+PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
+LONGEST = 512  # tokens a chunk: inside one the sums of a gate's gradient run on, and so do their errors
+SHORTEST = 128
+
+
+def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segments=None, state=None) -> list[str]:
+    """Why the Triton kernels can't take these inputs, in sentences; an empty list if they can."""
+    options = dict(log_decay=log_decay, feature=feature, normalise=normalise)
+    said = reference.objections(q, k, v, **options, segments=segments, state=state)
+    if said:
+        return said
+    if not (q.is_cuda or INTERPRETED):
+        said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in TYPES:
+        said.append(f"q, k, v must share bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if max(q.shape[-1], v.shape[-1]) > WIDEST:
+        said.append(f"widths go up to {WIDEST}, got {q.shape[-1]} and {v.shape[-1]}.")
+    if 0 in (*q.shape, *v.shape):
+        said.append("there is nothing to launch for an empty tensor.")
+    if log_decay.shape != q.shape:
+        said.append("these kernels have a gate for each channel, not one for a whole head.")
+    return said
+
+
+def gated_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    feature: str = "identity",
+    normalise: bool = False,
+    segments: Tensor | None = None,
+    state: LinearState | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Gated linear attention and the state after the last token; the same call as `reference.gated_linear`.
+
+    Inputs are such that `objections` has none: the dispatcher has asked.
+    """
+    code = None if segments is None else runs(segments)[0]
+    S, z = (None, None) if state is None else (state.S, state.z if normalise else None)
+    q, k, v = _packed(q), _packed(k), _packed(v)
+    g = _packed(log_decay if log_decay.dtype in TYPES else log_decay.float())
+    plan = _plan(q, k, v, g, code, feature, normalise, S is not None)
+    with on_device(q):
+        if _learns(q, k, v, g, S, z):
+            o, S, z = _Outputs.apply(q, k, v, g, S, z, code, plan)
+        else:
+            o, final, _ = _attend(plan, q, k, v, g, S, z, code)
+            S, z = _state(plan, final)
+    return o, LinearState(S, z)
+
+
+class Plan:
+    """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
+
+    def __init__(self, q, k, v, g, code, feature, normalise, given):
+        (self.B, self.heads, self.n, self.r), self.e = q.shape, v.shape[-1]
+        self.normalise, self.given = normalise, given
+        bf16 = q.dtype == torch.bfloat16
+        kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
+        self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
+        self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
+        self.rows = self.B * self.heads
+        self.span = span(self.n, self.rows)
+        self.chunks = over(self.n, self.span)
+        self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
+        self.like_q, self.like_k, self.like_v, self.like_g = (_layout(x, self.heads) for x in (q, k, v, g))
+        each, sums = self.rows * self.n * normalise, self.rows * over(self.n, self.block) * self.r * normalise
+        # a number a query (den, δ), slots, z before (y after) each block, and forward what chunks keep
+        self.sizes = [max(64, up(x, 64)) for x in (each, self.rows * (self.chunks + 1) * self.slot, sums)]
+        self.kept = self.rows * self.chunks * self.r
+        self.constants = dict(
+            H=self.heads,
+            FEATURE=feature,
+            NORMALISE=normalise,
+            SEGMENTS=code is not None,
+            # the interpreter's dot does not know bfloat16
+            OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
+            PRECISION=_precision(q.dtype, kind[0]),
+            EVEN_N=self.n % self.block == 0 and code is None,
+            EVEN_C=(self.r, self.e) == (self.R, self.E),
+            BLOCK=self.block,
+            LEVELS=self.block.bit_length() - 1,
+        )
+        self.ready: dict = {}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.n, self.span, self.chunks, self.r, self.e
+
+    def slots(self, work: Tensor) -> Tensor:
+        """The slots of a workspace, (B, heads, chunks + 1, numbers)."""
+        start, shape = self.sizes[0], (self.B, self.heads, self.chunks + 1, self.slot)
+        return work[start : start + self.rows * shape[2] * self.slot].view(shape)
+
+    def launch(self, name, key, pointers, program, numbers, splits, **flags):
+        """One program for each row of heads, chunk and part of the axis that is split."""
+
+        def describe():
+            R, E, parts, config = self.R, self.E, 1, self.configs[name]
+            if splits == "r":
+                R, parts = min(R, config.split), over(R, config.split)
+            else:
+                E, parts = min(E, config.split), over(E, config.split)
+            constants = {**self.constants, **flags, "R": R, "E": E, "PARTS": parts}
+            options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
+            return program, (self.rows * self.chunks * parts,), (*numbers, *self.numbers), constants, options
+
+        launching.launch(self.ready, (name, key), pointers, describe)
+
+    def scan(self, slots, keeps, end, given, reverse):
+        def describe():
+            tile = 64
+            constants = dict(GIVEN=given, REVERSE=reverse, GROUP=min(64, power(self.chunks)), TILE=tile)
+            grid = over(self.slot, tile), self.rows
+            return programs.scan, grid, (self.chunks, self.slot, self.r), constants, dict(num_warps=4)
+
+        launching.launch(self.ready, ("scan", given, reverse), (slots, keeps, end), describe)
+
+
+PLANS: dict = {}
+
+
+def _plan(q, k, v, g, code, feature, normalise, given) -> Plan:
+    """One plan for inputs that Triton would treat alike."""
+    at = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v, g))
+    coded = None if code is None else code.data_ptr() % 16
+    key = q.shape, v.shape[-1], at, q.dtype, g.dtype, q.device, coded, feature, normalise, given
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= 1024:
+            PLANS.clear()
+        plan = PLANS[key] = Plan(q, k, v, g, code, feature, normalise, given)
+    return plan
+
+
+def span(n: int, rows: int) -> int:
+    """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
+    return min(LONGEST, max(SHORTEST, power(over(n, max(1, over(PROGRAMS, rows))))))
+
+
+def _attend(plan, q, k, v, g, S, z, code):
+    """The launches: o, the last state (as slots of Sᵀ and z), the workspaces."""
+    o = tokens(plan.like_q, q, plan.e)
+    work, keeps = empty((sum(plan.sizes),), q), empty((plan.kept,), q)
+    final = empty((plan.B, plan.heads, plan.slot), q)
+    if S is not None:
+        _fill(plan.slots(work), 0, S, z)
+    den, slots, sums = work.split(plan.sizes)
+    runs = _or(code, q)
+    plan.launch("states", None, (k, v, g, runs, slots, keeps, sums), programs.states, _steps(k, v, g), "r")
+    plan.scan(slots, keeps, final, plan.given, False)
+    pointers = q, k, v, g, o, den, runs, slots, sums
+    plan.launch("outputs", None, pointers, programs.outputs, _steps(q, k, v, g, o), "e", GIVEN=plan.given)
+    return o, final, (work, keeps)
+
+
+class _Outputs(torch.autograd.Function):
+    """The launches joined: keeps q, k, v, o, the gates, den, the states of chunks and z before each block."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, S, z, code, plan):
+        o, final, kept = _attend(plan, q, k, v, g, S, z, code)
+        ctx.save_for_backward(q, k, v, g, o, code, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return (o, *_state(plan, final))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dS, dz):
+        q, k, v, g, o, code, work, keeps = ctx.saved_tensors
+        plan, given, gated = ctx.plan, dS is not None or dz is not None, ctx.needs_input_grad[3]
+        do = torch.zeros_like(o) if do is None else _packed(do)
+        dq, dk, dv = tokens(plan.like_q, q, plan.r), tokens(plan.like_k, k, plan.r), tokens(plan.like_v, v, plan.e)
+        dg, gain = (tokens(plan.like_g, g, plan.r), empty(q.shape, q)) if gated else (q, q)
+        room, first = empty((sum(plan.sizes),), q), empty((plan.B, plan.heads, plan.slot), q)
+        if given:
+            _fill(plan.slots(room), plan.chunks, dS, dz)
+        (den, slots, sums), (delta, back, after) = work.split(plan.sizes), room.split(plan.sizes)
+        runs, key = _or(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
+        pointers = q, g, o, do, den, delta, runs, back, after
+        plan.launch("adjoints", key, pointers, programs.adjoints, _steps(q, g, o, do), "r")
+        plan.scan(back, keeps, first, given, True)
+        pointers = q, k, v, g, do, den, delta, dq, gain, runs, slots, sums
+        flags = dict(GIVEN=plan.given, GATED=gated)
+        plan.launch("queries", key, pointers, programs.queries, _steps(q, k, v, g, do, dq), "r", **flags)
+        pointers = q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back, after
+        numbers, flags = _steps(q, k, v, g, do, dk, dv, dg), dict(GIVEN=given, GATED=gated)
+        if max(plan.R, plan.E) <= plan.configs["keys"].split:
+            plan.launch("keys", (*key, 0), pointers, programs.keys, numbers, "r", DK=True, DV=True, **flags)
+        else:
+            plan.launch("keys", (*key, 1), pointers, programs.keys, numbers, "r", DK=True, DV=False, **flags)
+            plan.launch("keys", (*key, 2), pointers, programs.keys, numbers, "e", DK=False, DV=True, **flags)
+        dS = dz = None
+        if plan.given:
+            dS, dz = _state(plan, first)
+        return dq, dk, dv, dg if gated else None, dS, dz, None, None
