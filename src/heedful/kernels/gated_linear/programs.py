@@ -78,38 +78,36 @@ def _gates(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C
 def _sums(which, x, OPERAND: tl.constexpr):
     """Sums of rows of x, chosen by a matrix of zeros and ones."""
     if OPERAND == tl.bfloat16:
-        chosen = which.to(tl.bfloat16)
+        chosen = tl.where(which, 1.0, 0.0).to(tl.bfloat16)
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(chosen, low, tl.dot(chosen, high))
     else:
-        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+        return tl.dot(tl.where(which, 1.0, 0.0), x, input_precision="tf32x3")
 
 
 @triton.jit
-def _into(x, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+def _into(x, t, OPERAND: tl.constexpr):
     """What is left at each token of what was there before the block."""
-    i = tl.arange(0, BLOCK)
-    return exp2(_sums(i[None, :] <= i[:, None], x, OPERAND))
+    return exp2(_sums(t[None, :] <= t[:, None], x, OPERAND))
 
 
 @triton.jit
-def _leave(x, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+def _leave(x, t, OPERAND: tl.constexpr):
     """What is left after the block of what each token adds."""
-    i = tl.arange(0, BLOCK)
-    return exp2(_sums(i[None, :] > i[:, None], x, OPERAND))
+    return exp2(_sums(t[None, :] > t[:, None], x, OPERAND))
 
 
 @triton.jit
-def _level(x, k: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
+def _level(x, t, k: tl.constexpr, OPERAND: tl.constexpr):
     """Factors between the halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
-    i, u = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    i, u = t[:, None], t[None, :]
     later = ((i >> k) & 1) == 1
     return exp2(_sums((((i ^ u) >> k) == 0) & ((u <= i) == later), x, OPERAND))
 
 
 @triton.jit
-def _pairs(t, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
+def _pairs(t, ADJOINT: tl.constexpr):
     """Of [query, key], or [key, query] with ADJOINT: i xor j, whose highest bit is the level, where i > j; −1 on the
     diagonal, 0 elsewhere. From t, not from a constant, so that no level's mask is held through the walk."""
     a, b = t[:, None], t[None, :]
@@ -198,7 +196,7 @@ def states(
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        fk = fk * _leave(x, BLOCK, OPERAND)
+        fk = fk * _leave(x, t, OPERAND)
         if SEGMENTS:
             fk = fk * leaves[:, None]
         keep = exp2(tl.sum(x, 0))
@@ -323,7 +321,7 @@ def outputs(
         fq = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        come = fq * _into(x, BLOCK, OPERAND)
+        come = fq * _into(x, t, OPERAND)
         if SEGMENTS:
             come = come * enters[:, None]
         acc = tl.dot(come.to(OPERAND), tl.trans(S.to(OPERAND)), input_precision=PRECISION)
@@ -332,15 +330,15 @@ def outputs(
             zs = z + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             below = tl.sum(come * zs[None, :], 1)
             z = _carried(z, keep, stays, SEGMENTS)
-        pairs = _pairs(t, BLOCK, False)
+        pairs = _pairs(t, False)
         a = tl.where(pairs == -1, tl.sum(fq * fk, 1)[:, None], 0.0)
         for level in tl.static_range(LEVELS):
-            f = _level(x, level, BLOCK, OPERAND)
+            f = _level(x, t, level, OPERAND)
             w = tl.dot((fq * f).to(OPERAND), tl.trans((fk * f).to(OPERAND)), input_precision=PRECISION)
             a = tl.where((pairs >> level) == 1, w, a)
         a = _alike(a, run, SEGMENTS)
         acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
-        go = fk * _leave(x, BLOCK, OPERAND)
+        go = fk * _leave(x, t, OPERAND)
         if SEGMENTS:
             go = go * leaves[:, None]
             acc = tl.where(real[:, None], acc, 0.0)
@@ -425,7 +423,7 @@ def adjoints(
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         psi = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
-        psi = psi * _into(x, BLOCK, OPERAND)
+        psi = psi * _into(x, t, OPERAND)
         if SEGMENTS:
             psi = psi * enters[:, None]
         keep = exp2(tl.sum(x, 0))
@@ -534,18 +532,18 @@ def queries(
             grad += minus[:, None] * zs[None, :]
             d += minus[:, None]
             z = _carried(z, keep, stays, SEGMENTS)
-        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION) * _into(x, BLOCK, OPERAND)
+        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION) * _into(x, t, OPERAND)
         if SEGMENTS:
             grad = grad * enters[:, None]
         d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
         d = _alike(d, run, SEGMENTS)
-        pairs = _pairs(t, BLOCK, False)
+        pairs = _pairs(t, False)
         grad += _diagonal(d, pairs)[:, None] * fk
         for level in tl.static_range(LEVELS):
-            f = _level(x, level, BLOCK, OPERAND)
+            f = _level(x, t, level, OPERAND)
             here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
             grad += f * tl.dot(here, (fk * f).to(OPERAND), input_precision=PRECISION)
-        go = fk * _leave(x, BLOCK, OPERAND)
+        go = fk * _leave(x, t, OPERAND)
         if SEGMENTS:
             go = go * leaves[:, None]
         S = _carried(S, keep[None, :], stays, SEGMENTS)
@@ -668,8 +666,8 @@ def keys(
             psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        pairs = _pairs(t, BLOCK, True)
-        leave = _leave(x, BLOCK, OPERAND)
+        pairs = _pairs(t, True)
+        leave = _leave(x, t, OPERAND)
         if SEGMENTS:
             leave = leave * leaves[:, None]
         held = S.to(OPERAND)
@@ -688,7 +686,7 @@ def keys(
             d = _alike(d, run, SEGMENTS)
             gk += _diagonal(d, pairs)[:, None] * psi
         for level in tl.static_range(LEVELS):
-            f = _level(x, level, BLOCK, OPERAND)
+            f = _level(x, t, level, OPERAND)
             later = (psi * f).to(OPERAND)
             if DV:
                 w = tl.dot((fk * f).to(OPERAND), tl.trans(later), input_precision=PRECISION)
@@ -701,7 +699,7 @@ def keys(
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
             _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
-        come = psi * _into(x, BLOCK, OPERAND)
+        come = psi * _into(x, t, OPERAND)
         if SEGMENTS:
             come = come * enters[:, None]
         keep = exp2(tl.sum(x, 0))
@@ -713,8 +711,7 @@ def keys(
                 gk = tl.where(real[:, None], gk, 0.0)
             if GATED:
                 turn = _rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C) - fk * gk
-                i = tl.arange(0, BLOCK)
-                change = _sums(i[None, :] >= i[:, None], turn, OPERAND) + late[None, :]
+                change = _sums(t[None, :] >= t[:, None], turn, OPERAND) + late[None, :]
                 if SEGMENTS:
                     change = tl.where(real[:, None], change, 0.0)
                 _put(dg, t, dg_t, cr, r, change, n - base, EVEN_N, EVEN_C)

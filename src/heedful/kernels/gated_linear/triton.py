@@ -34,11 +34,11 @@ class Config(NamedTuple):
 
 
 # The key is the width (r and e up to it) and the operands; a block is that many tokens.
-BLOCKS = {(64, "bf16"): 64, (128, "bf16"): 64, (64, "fp32"): 32, (128, "fp32"): 32}
+BLOCKS = {(64, "bf16"): 32, (128, "bf16"): 32, (64, "fp32"): 32, (128, "fp32"): 32}
 LAUNCHES = ("states", "outputs", "adjoints", "queries", "keys")
 CONFIGS = {
     (64, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 4, 2)),
-    (128, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
+    (128, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 8, 2)),
     (64, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 4, 1)),
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
 }
