@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-import heedful.kernels.gated_linear as gated_package
-from heedful.kernels.chunked_linear.reference import LinearState, chunked_linear
-from heedful.kernels.dispatch import Backend
-from heedful.kernels.gated_linear import gated_linear as gated_linear_kernel
-from heedful.kernels.gated_linear import reference
-from heedful.kernels.gated_linear.reference import gated_linear
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+import heedful as h  # noqa: E402
+import heedful.kernels.gated_linear as gated_package  # noqa: E402
+from heedful.kernels.chunked_linear.reference import LinearState, chunked_linear  # noqa: E402
+from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
+from heedful.kernels.gated_linear import gated_linear as gated_linear_kernel  # noqa: E402
+from heedful.kernels.gated_linear import reference  # noqa: E402
+from heedful.kernels.gated_linear.reference import gated_linear  # noqa: E402
 
 GATES = {
     "mild": lambda u: -u / 10,
@@ -154,11 +162,21 @@ def test_what_it_can_not_take_it_says():
             gated_linear(q, k, v, **wrong)
 
 
-def test_a_backend_that_needs_one_gate_a_head_says_so():
+def test_triton_says_what_it_can_not_take():
     q, k, v, g = drawn(10, "mild")
-    said = gated_linear_kernel.explain(q, k, v, log_decay=g)
-    assert "not one for each channel" in said and said.endswith("→ torch")
-    assert "run on a GPU" in gated_linear_kernel.explain(q, k, v, log_decay=g[..., :1])
+    for gates in (g, g[..., :1]):
+        said = gated_linear_kernel.explain(q, k, v, log_decay=gates)
+        assert "run on a GPU" in said and said.endswith("→ torch")
+    form = _triton_form()
+    wide = [torch.zeros(1, 1, 4, 129)] * 3
+    for inputs, gates, reason in (
+        ((q, k, v), g, "must share bfloat16, float16 or float32"),
+        (wide, wide[0], "widths go up to 128"),
+        ([x[:, :, :0].float() for x in (q, k, v)], g[:, :, :0], "nothing to launch"),
+        ([x.float() for x in (q, k, v)], g[..., :1], "a gate for each channel"),
+        ((q, k[:1], v), g, "k must be"),
+    ):
+        assert any(reason in x for x in form.objections(*inputs, log_decay=gates))
 
 
 def test_triton_takes_one_gate_a_head_as_a_decay(monkeypatch):
@@ -179,3 +197,167 @@ def test_nothing_larger_than_the_inputs_is_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         gated_linear(q, k, v, log_decay=g)
     assert max(kept) == q.numel() and sum(kept) < 8 * q.numel()
+
+
+def _triton_form():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from heedful.kernels.gated_linear import triton as form
+
+    return form
+
+
+def poisoned(shape, like, dtype=torch.float32):
+    """NaN in every output and workspace beforehand: what is not written shows."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
+
+
+@pytest.fixture
+def form(monkeypatch):
+    """The Triton form with chunks of two blocks, so that a few dozen tokens make several."""
+    form = _triton_form()
+    monkeypatch.setattr(form, "PLANS", {})
+    monkeypatch.setattr(form, "BLOCKS", dict.fromkeys(form.BLOCKS, 16))
+    monkeypatch.setattr(form, "span", lambda n, rows: 32)
+    monkeypatch.setattr(form.launches, "empty", poisoned)
+    return form
+
+
+MIXED = [[-1] * 3 + [0] * 30 + [-1] * 20 + [0] * 7 + [1] * 25, [0] * 16 + [-1] * 16 + [1] * 32 + [-1] * 21]
+
+TWO = dict(B=2, H=1)
+CASES = {
+    "one token": dict(n=1),
+    "63 tokens, shut": dict(n=63, kind="shut"),
+    "64 tokens, strong, state": dict(n=64, kind="strong", state=True),
+    "all shut, state": dict(n=40, kind="all shut", state=True),
+    "normalised, state": dict(n=70, normalise=True, feature="elu1", state=True, e=5),
+    "relu, padded": dict(**TWO, normalise=True, feature="relu", segments=MIXED, state=True, r=20),
+    "segments, shut": dict(**TWO, kind="shut", feature="elu1", segments=MIXED, state=True),
+    "nothing but padding": dict(
+        **TWO, n=20, normalise=True, feature="elu1", segments=[[-1] * 20, [3] * 20], state=True
+    ),
+    "wide features": dict(H=1, n=40, r=70, e=12, normalise=True, feature="elu1", state=True),
+    "wide values": dict(H=1, n=40, r=12, e=70, state=True),
+}
+
+
+def build(n=85, r=16, e=16, kind="mild", segments=None, state=False, B=1, H=2, **rest):
+    generator = torch.Generator().manual_seed(n)
+    q, k, v, u = (
+        make(B, H, n, w, generator=generator).double().to(DEVICE)
+        for make, w in ((torch.randn, r), (torch.randn, r), (torch.randn, e), (torch.rand, r))
+    )
+    shift = 0.8 * rest.get("normalise", False)  # denominators away from zero
+    inputs = [q / 2 + shift, k / 2 + shift, v, GATES[kind](u)]
+    options = rest | {"segments": None if segments is None else torch.tensor(segments, device=DEVICE)}
+    if state:
+        S, z = torch.randn(B, H, r, e, generator=generator), torch.rand(B, H, r, generator=generator)
+        inputs += [x.double().to(DEVICE) for x in ((S, z) if rest.get("normalise") else (S,))]
+    return inputs, options
+
+
+def outcome(function, inputs, options, dtype):
+    """Output, last state and all gradients of one call in `dtype`, gates and states in float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = [x.to(dtype if i < 3 else wide).requires_grad_() for i, x in enumerate(inputs)]
+    state = LinearState(*leaves[4:], *[None] * (6 - len(leaves))) if len(leaves) > 4 else None
+    out, last = function(*leaves[:3], log_decay=leaves[3], state=state, **options)
+    results = [out, *(x for x in last if x is not None)]
+    generator = torch.Generator().manual_seed(9)
+    loss = sum((x.double() * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in results)
+    return [x.detach().double() for x in (*results, *torch.autograd.grad(loss, leaves))]
+
+
+def distance(got, want, least=1.0):
+    assert got.shape == want.shape and got.isfinite().all()
+    return ((got - want).norm() / max(want.norm().item(), least)).item()
+
+
+def check(got, want, inputs):
+    """All of an outcome; what a gate gets is a sum of terms k ∘ dk that may cancel, so it is measured by them."""
+    first = len(want) - len(inputs)
+    for at, (one, other) in enumerate(zip(got, want, strict=True)):
+        least = (inputs[1] * want[first + 1]).norm().item() if at == first + 3 else 1.0
+        assert distance(one, other, least) < 2e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_triton_gives_the_same_with_its_gradients_and_states(form, case, fenced):
+    inputs, options = build(**CASES[case])
+    assert not form.objections(*(x.float() for x in inputs[:3]), log_decay=inputs[3], **options)
+    want = outcome(gated_linear, inputs, options, torch.float64)
+    check(outcome(form.gated_linear, inputs, options, torch.float32), want, inputs)
+
+
+def test_every_block_and_chunk_gives_the_same(form, monkeypatch):
+    inputs, options = build(n=150, H=1, kind="shut")
+    want = outcome(gated_linear, inputs, options, torch.float64)
+    for block, span in ((32, 64), (64, 128)):
+        monkeypatch.setattr(form, "PLANS", {})
+        monkeypatch.setattr(form, "BLOCKS", dict.fromkeys(form.BLOCKS, block))
+        monkeypatch.setattr(form, "span", lambda n, rows, span=span: span)
+        check(outcome(form.gated_linear, inputs, options, torch.float32), want, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_in_triton_is_as_good_as_its_inputs(form, dtype):
+    """A few roundings of that precision, no more."""
+    inputs, options = build(n=40, normalise=True, feature="elu1")
+    rounded = [x.to(dtype).double() for x in inputs[:3]] + inputs[3:]
+    want = outcome(gated_linear, rounded, options, torch.float64)
+    got = outcome(form.gated_linear, rounded, options, dtype)
+    for one, other in zip(got, want, strict=True):
+        assert distance(one, other) < 8 * torch.finfo(dtype).eps
+
+
+def test_a_triton_state_goes_on_where_the_last_call_ended(form):
+    (q, k, v, g), _ = build(n=70, normalise=True)
+    inputs = [x.float() for x in (q, k, v, g)]
+    whole, last = form.gated_linear(*inputs[:3], log_decay=inputs[3], normalise=True)
+    state, parts = None, []
+    for a, z in ((0, 33), (33, 34), (34, 70)):
+        q, k, v, g = (x[..., a:z, :] for x in inputs)
+        out, state = form.gated_linear(q, k, v, log_decay=g, normalise=True, state=state)
+        parts.append(out)
+    assert distance(torch.cat(parts, -2), whole) < 1e-6
+    assert distance(state.S, last.S) < 1e-6 and distance(state.z, last.z) < 1e-6
+
+
+def test_what_padding_holds_reaches_nothing_in_triton(form):
+    inputs, options = build(**TWO, n=40, normalise=True, feature="elu1", segments=[x[:40] for x in MIXED])
+    want = outcome(form.gated_linear, inputs, options, torch.float32)
+    real = (options["segments"] >= 0)[:, None, :, None]
+    spoilt = [torch.where(real, x, torch.nan) for x in inputs]
+    for one, other in zip(outcome(form.gated_linear, spoilt, options, torch.float32), want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_strides_do_not_matter_to_triton(form):
+    inputs, options = build(n=20)
+    want = outcome(form.gated_linear, inputs, options, torch.float32)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    spread = [torch.stack([x, x], -1)[..., 0] for x in inputs]
+    for others in (turned, spread):
+        for one, other in zip(outcome(form.gated_linear, others, options, torch.float32), want, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_gates_that_learn_nothing_cost_nothing_in_triton(form):
+    """Without a gradient for the gates or from the state the others stay as they are."""
+    (q, k, v, g), _ = build(n=20)
+    q, k, v, g = (x.float().requires_grad_() for x in (q, k, v, g))
+    want = torch.autograd.grad(form.gated_linear(q, k, v, log_decay=g)[0].sum(), (q, k, v, g))
+    got = torch.autograd.grad(form.gated_linear(q, k, v, log_decay=g.detach())[0].sum(), (q, k, v))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=False))
+    (alone,) = torch.autograd.grad(form.gated_linear(q, k, v, log_decay=g)[1].S.sum(), g)
+    (other,) = torch.autograd.grad(gated_linear(q, k, v, log_decay=g)[1].S.sum(), g)
+    assert distance(alone, other) < 1e-6
+
+
+def test_the_mechanism_runs_on_triton(form, monkeypatch):
+    attend = h.GatedLinear(16, 2, normalise=True).to(DEVICE)
+    q, k, v = (x.float() for x in build(n=50)[0][:3])
+    kernel = Kernel("gated_linear", Backend("triton", form.gated_linear, form.objections))
+    want = attend(q, k, v)
+    monkeypatch.setattr(h.GatedLinear, "kernel", kernel)
+    torch.testing.assert_close(attend(q, k, v), want, rtol=1e-5, atol=1e-5)

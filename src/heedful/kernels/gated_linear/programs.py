@@ -1,12 +1,12 @@
 """The Triton programs of gated linear attention; triton.py launches them, three forward and four backward.
 
     tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
-    exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, … of a block:
+    exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, …:
                   X_t = Σ g_u,  u of the s tokens around t,  u ≤ t in a later half and u > t in an earlier one
                 and for the state  into_t = exp Σ_{u≤t} g_u,  leave_t = exp Σ_{u>t} g_u,  keep = exp Σ g_u
     forward     states    each chunk by itself: Sᵀ = Σ_j v_j (leave_j ∘ φk_j)ᵀ, z = Σ_j leave_j ∘ φk_j
                 scan      x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the chunks: the state before each chunk
-                outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of their level
+                outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of the level
                           num = P v + (into ∘ φq) S,  den = Σ_j P_ij + (into ∘ φq)·z,  o = num / den
     backward    the normaliser is one more value column: ψ_i = φq_i / den_i, δ_i = do_i·o_i, D_ij = do_i·v_j − δ_i
                 adjoints  each chunk by itself: δ, Rᵀ = Σ_i do_i (into_i ∘ ψ_i)ᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
@@ -14,7 +14,8 @@
                 queries   forwards:   dφq_i = (Σ_j D_ij e^{X_i} ∘ e^{X_j} ∘ φk_j + into_i ∘ (S do_i − δ_i z)) / den_i
                 keys      backwards:  dφk_j = Σ_i D_ij e^{X_i} ∘ e^{X_j} ∘ ψ_i + leave_j ∘ (R v_j + y)
                                       dv = Pᵀ do with ψ for φq, + (leave ∘ φk) R
-                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, + Σ_e S ∘ R + z ∘ y after it
+                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, of pairs j < i alone,
+                          + Σ_e S ∘ R + z ∘ y after it
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
                 float16, 3×tf32 for float32; gates in two parts of bfloat16, or 3×tf32
 
@@ -22,7 +23,6 @@ No exponent is a difference, so none is positive. A shut gate (−∞) counts as
 is written by one program in a fixed order: runs are bit-equal. README.md has the derivation.
 """
 
-# ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
 import triton
@@ -77,7 +77,7 @@ def _gates(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C
 @triton.jit
 def _sums(which, x, OPERAND: tl.constexpr):
     """Sums of rows of x, chosen by a matrix of zeros and ones."""
-    if OPERAND == tl.bfloat16:
+    if tl.bfloat16 == OPERAND:
         chosen = tl.where(which, 1.0, 0.0).to(tl.bfloat16)
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
@@ -100,7 +100,7 @@ def _leave(x, t, OPERAND: tl.constexpr):
 
 @triton.jit
 def _level(x, t, k: tl.constexpr, OPERAND: tl.constexpr):
-    """Factors between the halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
+    """Factors between halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
     i, u = t[:, None], t[None, :]
     later = ((i >> k) & 1) == 1
     return exp2(_sums((((i ^ u) >> k) == 0) & ((u <= i) == later), x, OPERAND))
@@ -538,7 +538,6 @@ def queries(
         d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
         d = _alike(d, run, SEGMENTS)
         pairs = _pairs(t, False)
-        grad += _diagonal(d, pairs)[:, None] * fk
         for level in tl.static_range(LEVELS):
             f = _level(x, t, level, OPERAND)
             here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
@@ -548,13 +547,16 @@ def queries(
             go = go * leaves[:, None]
         S = _carried(S, keep[None, :], stays, SEGMENTS)
         S = tl.dot(tl.trans(vb), go.to(OPERAND), S, input_precision=PRECISION)
+        itself = _diagonal(d, pairs)[:, None] * fk
         if NORMALISE:
-            grad = grad * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            below = _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            grad, itself = grad * below, itself * below
         if SEGMENTS:
-            grad = tl.where(real[:, None], grad, 0.0)
+            grad, itself = tl.where(real[:, None], grad, 0.0), tl.where(real[:, None], itself, 0.0)
         if GATED:
             turn = grad * _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
             _put(gain, t, r, cr, r, turn, n - base, EVEN_N, EVEN_C)
+        grad += itself
         if FEATURE != "identity":
             grad = grad * _slope(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
         _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
@@ -624,7 +626,7 @@ def keys(
     E: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One chunk's dk, dg and dv from the adjoint after it; where that is too wide, dk and dg alone split r, dv alone e."""
+    """One chunk's dk, dg and dv from the adjoint after it; where that is too wide, dk, dg alone split r, dv alone e."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -684,7 +686,6 @@ def keys(
             gk = tl.dot(vb, held, gk, input_precision=PRECISION) * leave
             d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
             d = _alike(d, run, SEGMENTS)
-            gk += _diagonal(d, pairs)[:, None] * psi
         for level in tl.static_range(LEVELS):
             f = _level(x, t, level, OPERAND)
             later = (psi * f).to(OPERAND)
@@ -707,8 +708,6 @@ def keys(
         S = _carried(S, keep[None, :], stays, SEGMENTS)
         S = tl.dot(tl.trans(dob), come.to(OPERAND), S, input_precision=PRECISION)
         if DK:
-            if SEGMENTS:
-                gk = tl.where(real[:, None], gk, 0.0)
             if GATED:
                 turn = _rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C) - fk * gk
                 change = _sums(t[None, :] >= t[:, None], turn, OPERAND) + late[None, :]
@@ -716,6 +715,9 @@ def keys(
                     change = tl.where(real[:, None], change, 0.0)
                 _put(dg, t, dg_t, cr, r, change, n - base, EVEN_N, EVEN_C)
                 late += tl.sum(turn, 0)
+            gk += _diagonal(d, pairs)[:, None] * psi
+            if SEGMENTS:
+                gk = tl.where(real[:, None], gk, 0.0)
             if FEATURE != "identity":
                 gk = gk * _slope(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
             _put(dk, t, dk_t, cr, r, gk, n - base, EVEN_N, EVEN_C)

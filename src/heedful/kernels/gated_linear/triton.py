@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels import launching
-from heedful.kernels.chunked_linear.launches import _layout, _precision, empty, tokens
+from heedful.kernels.chunked_linear import launches
+from heedful.kernels.chunked_linear.launches import _layout, _precision
 from heedful.kernels.chunked_linear.reference import LinearState, runs
 from heedful.kernels.chunked_linear.triton import _fill, _learns, _or, _packed, _state, _steps
 from heedful.kernels.dispatch import on_device
@@ -186,9 +187,9 @@ def span(n: int, rows: int) -> int:
 
 def _attend(plan, q, k, v, g, S, z, code):
     """The launches: o, the last state (as slots of Sᵀ and z), the workspaces."""
-    o = tokens(plan.like_q, q, plan.e)
-    work, keeps = empty((sum(plan.sizes),), q), empty((plan.kept,), q)
-    final = empty((plan.B, plan.heads, plan.slot), q)
+    o = launches.tokens(plan.like_q, q, plan.e)
+    work, keeps = launches.empty((sum(plan.sizes),), q), launches.empty((plan.kept,), q)
+    final = launches.empty((plan.B, plan.heads, plan.slot), q)
     if S is not None:
         _fill(plan.slots(work), 0, S, z)
     den, slots, sums = work.split(plan.sizes)
@@ -217,27 +218,37 @@ class _Outputs(torch.autograd.Function):
         q, k, v, g, o, code, work, keeps = ctx.saved_tensors
         plan, given, gated = ctx.plan, dS is not None or dz is not None, ctx.needs_input_grad[3]
         do = torch.zeros_like(o) if do is None else _packed(do)
-        dq, dk, dv = tokens(plan.like_q, q, plan.r), tokens(plan.like_k, k, plan.r), tokens(plan.like_v, v, plan.e)
-        dg, gain = (tokens(plan.like_g, g, plan.r), empty(q.shape, q)) if gated else (q, q)
-        room, first = empty((sum(plan.sizes),), q), empty((plan.B, plan.heads, plan.slot), q)
+        dq, dk, dv = (
+            launches.tokens(plan.like_q, q, plan.r),
+            launches.tokens(plan.like_k, k, plan.r),
+            launches.tokens(plan.like_v, v, plan.e),
+        )
+        dg, gain = (launches.tokens(plan.like_g, g, plan.r), launches.empty(q.shape, q)) if gated else (q, q)
+        room, first = launches.empty((sum(plan.sizes),), q), launches.empty((plan.B, plan.heads, plan.slot), q)
         if given:
             _fill(plan.slots(room), plan.chunks, dS, dz)
         (den, slots, sums), (delta, back, after) = work.split(plan.sizes), room.split(plan.sizes)
         runs, key = _or(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
-        pointers = q, g, o, do, den, delta, runs, back, after
-        plan.launch("adjoints", key, pointers, programs.adjoints, _steps(q, g, o, do), "r")
+        plan.launch(
+            *("adjoints", key, (q, g, o, do, den, delta, runs, back, after)),
+            *(programs.adjoints, _steps(q, g, o, do), "r"),
+        )
         plan.scan(back, keeps, first, given, True)
-        pointers = q, k, v, g, do, den, delta, dq, gain, runs, slots, sums
-        flags = dict(GIVEN=plan.given, GATED=gated)
-        plan.launch("queries", key, pointers, programs.queries, _steps(q, k, v, g, do, dq), "r", **flags)
-        pointers = q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back, after
-        numbers, flags = _steps(q, k, v, g, do, dk, dv, dg), dict(GIVEN=given, GATED=gated)
-        if max(plan.R, plan.E) <= plan.configs["keys"].split:
-            plan.launch("keys", (*key, 0), pointers, programs.keys, numbers, "r", DK=True, DV=True, **flags)
-        else:
-            plan.launch("keys", (*key, 1), pointers, programs.keys, numbers, "r", DK=True, DV=False, **flags)
-            plan.launch("keys", (*key, 2), pointers, programs.keys, numbers, "e", DK=False, DV=True, **flags)
-        dS = dz = None
-        if plan.given:
-            dS, dz = _state(plan, first)
+        plan.launch(
+            *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots, sums)),
+            *(programs.queries, _steps(q, k, v, g, do, dq), "r"),
+            GIVEN=plan.given,
+            GATED=gated,
+        )
+        narrow = max(plan.R, plan.E) <= plan.configs["keys"].split
+        for splits, DK, DV in [("r", True, True)] if narrow else [("r", True, False), ("e", False, True)]:
+            plan.launch(
+                *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back, after)),
+                *(programs.keys, _steps(q, k, v, g, do, dk, dv, dg), splits),
+                GIVEN=given,
+                GATED=gated,
+                DK=DK,
+                DV=DV,
+            )
+        dS, dz = _state(plan, first) if plan.given else (None, None)
         return dq, dk, dv, dg if gated else None, dS, dz, None, None
