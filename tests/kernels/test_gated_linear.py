@@ -211,12 +211,17 @@ def poisoned(shape, like, dtype=torch.float32):
     return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 
 
+def blocked(form, monkeypatch, block):
+    configs = {kind: {k: x._replace(block=block) for k, x in c.items()} for kind, c in form.CONFIGS.items()}
+    monkeypatch.setattr(form, "CONFIGS", configs)
+
+
 @pytest.fixture
 def form(monkeypatch):
     """The Triton form with chunks of two blocks, so that a few dozen tokens make several."""
     form = _triton_form()
     monkeypatch.setattr(form, "PLANS", {})
-    monkeypatch.setattr(form, "BLOCKS", dict.fromkeys(form.BLOCKS, 16))
+    blocked(form, monkeypatch, 16)
     monkeypatch.setattr(form, "span", lambda n, rows: 32)
     monkeypatch.setattr(form.launches, "empty", poisoned)
     return form
@@ -294,7 +299,7 @@ def test_every_block_and_chunk_gives_the_same(form, monkeypatch):
     want = outcome(gated_linear, inputs, options, torch.float64)
     for block, span in ((32, 64), (64, 128)):
         monkeypatch.setattr(form, "PLANS", {})
-        monkeypatch.setattr(form, "BLOCKS", dict.fromkeys(form.BLOCKS, block))
+        blocked(form, monkeypatch, block)
         monkeypatch.setattr(form, "span", lambda n, rows, span=span: span)
         check(outcome(form.gated_linear, inputs, options, torch.float32), want, inputs)
 

@@ -32,8 +32,6 @@ from heedful.kernels.arithmetic import exp2
 from heedful.kernels.chunked_linear.programs import (
     LOG2E,
     _features,
-    _held,
-    _hold,
     _link,
     _put,
     _reciprocal,
@@ -69,41 +67,57 @@ def _tokens(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _gates(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """A tile of log-gates to base 2; nothing fades outside and at padding."""
-    x = _rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32) * LOG2E
+    """A tile of log-gates to base 2, channels × tokens; nothing fades outside and at padding."""
+    x = tl.trans(_rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C)).to(tl.float32) * LOG2E
     return tl.where(x < SHUT, SHUT, x)
 
 
 @triton.jit
-def _sums(which, x, OPERAND: tl.constexpr):
-    """Sums of rows of x, chosen by a matrix of zeros and ones."""
+def _sums(x, which, OPERAND: tl.constexpr):
+    """Sums of columns of x, chosen by a matrix of zeros and ones."""
     if tl.bfloat16 == OPERAND:
         chosen = tl.where(which, 1.0, 0.0).to(tl.bfloat16)
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(chosen, low, tl.dot(chosen, high))
+        return tl.dot(low, chosen, tl.dot(high, chosen))
     else:
-        return tl.dot(tl.where(which, 1.0, 0.0), x, input_precision="tf32x3")
+        return tl.dot(x, tl.where(which, 1.0, 0.0), input_precision="tf32x3")
 
 
 @triton.jit
-def _into(x, t, OPERAND: tl.constexpr):
+def _places(t, R: tl.constexpr, OPERAND: tl.constexpr):
+    """Places of tokens for `_sums`: if constant, the matrices stay in shared memory, where wide products read them."""
+    if tl.bfloat16 == OPERAND and R >= 64:
+        return tl.arange(0, t.shape[0])
+    else:
+        return t
+
+
+@triton.jit
+def _into(x, b, OPERAND: tl.constexpr):
     """What is left at each token of what was there before the block."""
-    return exp2(_sums(t[None, :] <= t[:, None], x, OPERAND))
+    return exp2(_sums(x, b[:, None] <= b[None, :], OPERAND))
 
 
 @triton.jit
-def _leave(x, t, OPERAND: tl.constexpr):
+def _leave(x, b, OPERAND: tl.constexpr):
     """What is left after the block of what each token adds."""
-    return exp2(_sums(t[None, :] > t[:, None], x, OPERAND))
+    return exp2(_sums(x, b[:, None] > b[None, :], OPERAND))
 
 
 @triton.jit
-def _level(x, t, k: tl.constexpr, OPERAND: tl.constexpr):
+def _level(x, b, k: tl.constexpr, OPERAND: tl.constexpr):
     """Factors between halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
-    i, u = t[:, None], t[None, :]
+    u, i = b[:, None], b[None, :]
     later = ((i >> k) & 1) == 1
-    return exp2(_sums((((i ^ u) >> k) == 0) & ((u <= i) == later), x, OPERAND))
+    return exp2(_sums(x, (((i ^ u) >> k) == 0) & ((u <= i) == later), OPERAND))
+
+
+@triton.jit
+def _phi(pointer, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
+         CLEAR: tl.constexpr):  # fmt: skip
+    """A tile of features, channels × tokens."""
+    return tl.trans(_features(pointer, pointer, t, stride, column, width, real, FEATURE, EVEN_N, EVEN_C, CLEAR))
 
 
 @triton.jit
@@ -113,6 +127,16 @@ def _pairs(t, ADJOINT: tl.constexpr):
     a, b = t[:, None], t[None, :]
     past = a < b if ADJOINT else a > b
     return tl.where(a == b, -1, tl.where(past, a ^ b, 0))
+
+
+@triton.jit
+def _by_state(S, x, acc, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + S x; in two parts of S where it has to be EXACT."""
+    high = S.to(OPERAND)
+    acc = tl.dot(high, x, acc, input_precision=PRECISION)
+    if EXACT and tl.bfloat16 == OPERAND:
+        acc = tl.dot((S - high.to(tl.float32)).to(OPERAND), x, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -126,7 +150,7 @@ def _alike(a, run, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _diagonal(d, pairs):
-    return tl.sum(tl.where(pairs == -1, d, 0.0), 1)
+    return tl.sum(tl.where(pairs == -1, d, 0.0), 0)
 
 
 @triton.jit
@@ -137,6 +161,23 @@ def _carried(x, keep, stays, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def _held(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
+    """S and z of a slot, of its first `rows` features."""
+    S = tl.load(slot + ce[None, :] * r + cr[:, None], mask=(ce < e)[None, :] & (cr < rows)[:, None], other=0.0)
+    z = tl.zeros([cr.shape[0]], tl.float32)
+    if NORMALISE:
+        z = tl.load(slot + r * e + cr, mask=cr < rows, other=0.0)
+    return S, z
+
+
+@triton.jit
+def _hold(slot, cr, ce, r, e, S, z, NORMALISE: tl.constexpr):
+    tl.store(slot + ce[None, :] * r + cr[:, None], S, mask=(ce < e)[None, :] & (cr < r)[:, None])
+    if NORMALISE:
+        tl.store(slot + r * e + cr, z, mask=cr < r)
+
+
+@triton.jit
 def states(
     k,
     v,
@@ -144,7 +185,6 @@ def states(
     code,
     slots,
     keeps,
-    sums,
     k_b,
     k_h,
     k_t,
@@ -173,7 +213,7 @@ def states(
     E: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One chunk's own Sᵀ and z, in slot c + 1 of its head, z before each of its blocks, what it keeps; splits r."""
+    """One chunk's own Sᵀ and z, in slot c + 1 of its head, and what it keeps; splits r."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -186,28 +226,28 @@ def states(
     g += batch * g_b + head * g_h + skip * g_t
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
-    S = tl.zeros([E, R], tl.float32)
+    S = tl.zeros([R, E], tl.float32)
     z = tl.zeros([R], tl.float32)
     kept = tl.full([R], 1.0, tl.float32)
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, _run, _enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
-        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        b = _places(t, R, OPERAND)
+        fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        fk = fk * _leave(x, t, OPERAND)
+        go = fk * _leave(x, b, OPERAND)
         if SEGMENTS:
-            fk = fk * leaves[:, None]
-        keep = exp2(tl.sum(x, 0))
+            go = go * leaves[None, :]
+        go = go.to(OPERAND)
+        keep = exp2(tl.sum(x, 1))
         if NORMALISE:
-            tl.store(sums + at // BLOCK * r, z, mask=cr < r)
-            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(fk, 0)
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
         kept = _carried(kept, keep, stays, SEGMENTS)
-        S = _carried(S, keep[None, :], stays, SEGMENTS)
-        S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
+        S = _carried(S, keep[:, None], stays, SEGMENTS)
+        S = tl.dot(go, vb, S, input_precision=PRECISION)
     slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
-    _hold(slot, cr, ce, r, e, S, z, r, NORMALISE)
+    _hold(slot, cr, ce, r, e, S, z, NORMALISE)
     tl.store(keeps + (row * chunks + chunk) * r + cr, kept, mask=cr < r)
 
 
@@ -259,7 +299,6 @@ def outputs(
     den,
     code,
     slots,
-    sums,
     q_b,
     q_h,
     q_t,
@@ -313,38 +352,38 @@ def outputs(
     cr, ce = tl.arange(0, R), part * E + tl.arange(0, E)
     slots += (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
     S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
-        fq = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
-        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        b = _places(t, R, OPERAND)
+        fq = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        come = fq * _into(x, t, OPERAND)
+        come = fq * _into(x, b, OPERAND)
         if SEGMENTS:
-            come = come * enters[:, None]
-        acc = tl.dot(come.to(OPERAND), tl.trans(S.to(OPERAND)), input_precision=PRECISION)
-        keep = exp2(tl.sum(x, 0))
+            come = come * enters[None, :]
+        acc = tl.dot(tl.trans(come.to(OPERAND)), S.to(OPERAND), input_precision=PRECISION)
+        keep = exp2(tl.sum(x, 1))
         if NORMALISE:
-            zs = z + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
-            below = tl.sum(come * zs[None, :], 1)
-            z = _carried(z, keep, stays, SEGMENTS)
+            below = tl.sum(come * z[:, None], 0)
         pairs = _pairs(t, False)
-        a = tl.where(pairs == -1, tl.sum(fq * fk, 1)[:, None], 0.0)
+        a = tl.where(pairs == -1, tl.sum(fq * fk, 0)[:, None], 0.0)
         for level in tl.static_range(LEVELS):
-            f = _level(x, t, level, OPERAND)
-            w = tl.dot((fq * f).to(OPERAND), tl.trans((fk * f).to(OPERAND)), input_precision=PRECISION)
+            f = _level(x, b, level, OPERAND)
+            w = tl.dot(tl.trans((fq * f).to(OPERAND)), (fk * f).to(OPERAND), input_precision=PRECISION)
             a = tl.where((pairs >> level) == 1, w, a)
         a = _alike(a, run, SEGMENTS)
         acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
-        go = fk * _leave(x, t, OPERAND)
+        go = fk * _leave(x, b, OPERAND)
         if SEGMENTS:
-            go = go * leaves[:, None]
+            go = go * leaves[None, :]
             acc = tl.where(real[:, None], acc, 0.0)
-        S = _carried(S, keep[None, :], stays, SEGMENTS)
-        S = tl.dot(tl.trans(vb), go.to(OPERAND), S, input_precision=PRECISION)
+        go = go.to(OPERAND)
+        S = _carried(S, keep[:, None], stays, SEGMENTS)
+        S = tl.dot(go, vb, S, input_precision=PRECISION)
         if NORMALISE:
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
             below += tl.sum(a, 1)
             if SEGMENTS:
                 below = tl.where(real, below, 0.0)
@@ -364,7 +403,6 @@ def adjoints(
     delta,
     code,
     slots,
-    sums,
     q_b,
     q_h,
     q_t,
@@ -396,7 +434,7 @@ def adjoints(
     E: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One chunk's own Rᵀ and y, in slot c of its head, y after each of its blocks, and δ; splits r."""
+    """One chunk's own Rᵀ and y, in slot c of its head, and δ; splits r."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -412,8 +450,7 @@ def adjoints(
     delta += row * n + base
     code += batch * n
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
-    S = tl.zeros([E, R], tl.float32)
+    S = tl.zeros([R, E], tl.float32)
     y = tl.zeros([R], tl.float32)
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
@@ -421,24 +458,26 @@ def adjoints(
         real, _run, enters, _leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
-        psi = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        b = _places(t, R, OPERAND)
+        psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
-        psi = psi * _into(x, t, OPERAND)
-        if SEGMENTS:
-            psi = psi * enters[:, None]
-        keep = exp2(tl.sum(x, 0))
         if NORMALISE:
-            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
+        come = psi * _into(x, b, OPERAND)
+        if SEGMENTS:
+            come = come * enters[None, :]
+        come = come.to(OPERAND)
+        keep = exp2(tl.sum(x, 1))
+        if NORMALISE:
             ob = _rows(o, t, o_t, ce, e, real, EVEN_N, EVEN_C)
             d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
             if part == 0:
                 tl.store(delta + t, d, mask=base + t < n)
-            tl.store(sums + at // BLOCK * r, y, mask=cr < r)
-            y = _carried(y, keep, stays, SEGMENTS) - tl.sum(psi * d[:, None], 0)
-        S = _carried(S, keep[None, :], stays, SEGMENTS)
-        S = tl.dot(tl.trans(dob.to(OPERAND)), psi.to(OPERAND), S, input_precision=PRECISION)
+            y = _carried(y, keep, stays, SEGMENTS) - tl.sum(come.to(tl.float32) * d[None, :], 1)
+        S = _carried(S, keep[:, None], stays, SEGMENTS)
+        S = tl.dot(come, dob.to(OPERAND), S, input_precision=PRECISION)
     slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
-    _hold(slot, cr, ce, r, e, S, y, r, NORMALISE)
+    _hold(slot, cr, ce, r, e, S, y, NORMALISE)
 
 
 @triton.jit
@@ -454,7 +493,6 @@ def queries(
     gain,
     code,
     slots,
-    sums,
     q_b,
     q_h,
     q_t,
@@ -515,51 +553,58 @@ def queries(
     cr, ce = part * R + tl.arange(0, R), tl.arange(0, E)
     slots += (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
     S, z = _held(slots, cr, ce, r, e, tl.where(chunk + GIVEN > 0, r, 0), NORMALISE)
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
-        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        b = _places(t, R, OPERAND)
+        fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        keep = exp2(tl.sum(x, 0))
-        grad = tl.zeros([BLOCK, R], tl.float32)
+        keep = exp2(tl.sum(x, 1))
+        into = _into(x, b, OPERAND)
+        if SEGMENTS:
+            into = into * enters[None, :]
+        grad = tl.zeros([R, BLOCK], tl.float32)
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
             minus = -tl.load(delta + t, mask=real, other=0.0)
-            zs = z + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
-            grad += minus[:, None] * zs[None, :]
-            d += minus[:, None]
-            z = _carried(z, keep, stays, SEGMENTS)
-        grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION) * _into(x, t, OPERAND)
-        if SEGMENTS:
-            grad = grad * enters[:, None]
-        d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
-        d = _alike(d, run, SEGMENTS)
-        pairs = _pairs(t, False)
-        for level in tl.static_range(LEVELS):
-            f = _level(x, t, level, OPERAND)
-            here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
-            grad += f * tl.dot(here, (fk * f).to(OPERAND), input_precision=PRECISION)
-        go = fk * _leave(x, t, OPERAND)
-        if SEGMENTS:
-            go = go * leaves[:, None]
-        S = _carried(S, keep[None, :], stays, SEGMENTS)
-        S = tl.dot(tl.trans(vb), go.to(OPERAND), S, input_precision=PRECISION)
-        itself = _diagonal(d, pairs)[:, None] * fk
-        if NORMALISE:
-            below = _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
-            grad, itself = grad * below, itself * below
-        if SEGMENTS:
-            grad, itself = tl.where(real[:, None], grad, 0.0), tl.where(real[:, None], itself, 0.0)
+            below = _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
+            grad += z[:, None] * minus[None, :]
+            d += minus[None, :]
+        grad = _by_state(S, tl.trans(dob), grad, GATED, OPERAND, PRECISION)
         if GATED:
-            turn = grad * _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
-            _put(gain, t, r, cr, r, turn, n - base, EVEN_N, EVEN_C)
-        grad += itself
+            psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+            if NORMALISE:
+                psi = psi * below
+            turn = grad * (psi * into).to(OPERAND).to(tl.float32)
+        grad = grad * into
+        d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
+        d = _alike(d, run, SEGMENTS)
+        pairs = _pairs(t, True)
+        for level in tl.static_range(LEVELS):
+            f = _level(x, b, level, OPERAND)
+            here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
+            got = tl.dot((fk * f).to(OPERAND), here, input_precision=PRECISION)
+            grad += f * got
+            if GATED:
+                turn += got * (psi * f).to(OPERAND).to(tl.float32)
+        grad += _diagonal(d, pairs)[None, :] * fk
+        go = fk * _leave(x, b, OPERAND)
+        if SEGMENTS:
+            go = go * leaves[None, :]
+            grad = tl.where(real[None, :], grad, 0.0)
+        go = go.to(OPERAND)
+        S = _carried(S, keep[:, None], stays, SEGMENTS)
+        S = tl.dot(go, vb, S, input_precision=PRECISION)
+        if NORMALISE:
+            grad = grad * below
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
+        if GATED:
+            _put(gain, t, r, cr, r, tl.trans(turn), n - base, EVEN_N, EVEN_C)
         if FEATURE != "identity":
-            grad = grad * _slope(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
-        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
+            grad = grad * tl.trans(_slope(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C))
+        _put(dq, t, dq_t, cr, r, tl.trans(grad), n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
@@ -578,7 +623,6 @@ def keys(
     code,
     slots,
     back,
-    sums,
     q_b,
     q_h,
     q_t,
@@ -654,70 +698,79 @@ def keys(
     late = tl.zeros([R], tl.float32)  # what the gates of a token and all before it get from pairs that end after it
     if GATED and DK:
         state, sum_before = _held(slots + after, cr, ce, r, e, r, NORMALISE)
-        late = tl.sum(state * S, 0) + sum_before * y
-    sums += (row * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
+        late = tl.sum(state * S, 1) + sum_before * y
     blocks = tl.cdiv(tl.minimum(span, n - base), BLOCK)
     for step in range(0, blocks):
         at = (blocks - 1 - step) * BLOCK
         real, run, enters, leaves, stays = _tokens(code, base + at, n, BLOCK, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
-        fk = _features(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
-        psi = _features(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
+        b = _places(t, R, OPERAND)
+        fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
+        psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         if NORMALISE:
-            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
         vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        pairs = _pairs(t, True)
-        leave = _leave(x, t, OPERAND)
+        pairs = _pairs(t, False)
+        turned = _pairs(t, True)
+        leave = _leave(x, b, OPERAND)
         if SEGMENTS:
-            leave = leave * leaves[:, None]
-        held = S.to(OPERAND)
+            leave = leave * leaves[None, :]
+        go = (fk * leave).to(OPERAND)
         if DV:
-            gv = tl.dot((fk * leave).to(OPERAND), tl.trans(held), input_precision=PRECISION)
-            a = tl.where(pairs == -1, tl.sum(psi * fk, 1)[:, None], 0.0)
+            gv = tl.dot(tl.trans(go), S.to(OPERAND), input_precision=PRECISION)
+            a = tl.where(turned == -1, tl.sum(psi * fk, 0)[:, None], 0.0)
+        if NORMALISE:
+            minus = -tl.load(delta + t, mask=real, other=0.0)
         if DK:
-            gk = tl.zeros([BLOCK, R], tl.float32)
+            gk = tl.zeros([R, BLOCK], tl.float32)
             d = tl.zeros([BLOCK, BLOCK], tl.float32)
             if NORMALISE:
-                ys = y + tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
-                gk += ys[None, :]
-                d -= tl.load(delta + t, mask=real, other=0.0)[None, :]
-            gk = tl.dot(vb, held, gk, input_precision=PRECISION) * leave
-            d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
+                gk += y[:, None]
+                d += minus[:, None]
+            gk = _by_state(S, tl.trans(vb), gk, GATED, OPERAND, PRECISION)
+            if GATED:
+                turn = tl.trans(_rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C)) - gk * go.to(tl.float32)
+            gk = gk * leave
+            d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _alike(d, run, SEGMENTS)
         for level in tl.static_range(LEVELS):
-            f = _level(x, t, level, OPERAND)
-            later = (psi * f).to(OPERAND)
+            f = _level(x, b, level, OPERAND)
+            later, earlier = (psi * f).to(OPERAND), (fk * f).to(OPERAND)
             if DV:
-                w = tl.dot((fk * f).to(OPERAND), tl.trans(later), input_precision=PRECISION)
-                a = tl.where((pairs >> level) == 1, w, a)
+                w = tl.dot(tl.trans(earlier), later, input_precision=PRECISION)
+                a = tl.where((turned >> level) == 1, w, a)
             if DK:
                 here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
-                gk += f * tl.dot(here, later, input_precision=PRECISION)
+                got = tl.dot(later, here, input_precision=PRECISION)
+                gk += f * got
+                if GATED:
+                    turn -= got * earlier.to(tl.float32)
         if DV:
             gv = tl.dot(_alike(a, run, SEGMENTS).to(OPERAND), dob, gv, input_precision=PRECISION)
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
             _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
-        come = psi * _into(x, t, OPERAND)
+        come = psi * _into(x, b, OPERAND)
         if SEGMENTS:
-            come = come * enters[:, None]
-        keep = exp2(tl.sum(x, 0))
-        y = _carried(y, keep, stays, SEGMENTS)
-        S = _carried(S, keep[None, :], stays, SEGMENTS)
-        S = tl.dot(tl.trans(dob), come.to(OPERAND), S, input_precision=PRECISION)
+            come = come * enters[None, :]
+        come = come.to(OPERAND)
+        keep = exp2(tl.sum(x, 1))
+        S = _carried(S, keep[:, None], stays, SEGMENTS)
+        S = tl.dot(come, dob, S, input_precision=PRECISION)
         if DK:
+            if NORMALISE:
+                y = _carried(y, keep, stays, SEGMENTS) + tl.sum(come.to(tl.float32) * minus[None, :], 1)
             if GATED:
-                turn = _rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C) - fk * gk
-                change = _sums(t[None, :] >= t[:, None], turn, OPERAND) + late[None, :]
+                change = _sums(turn, b[:, None] >= b[None, :], OPERAND) + late[:, None]
                 if SEGMENTS:
-                    change = tl.where(real[:, None], change, 0.0)
-                _put(dg, t, dg_t, cr, r, change, n - base, EVEN_N, EVEN_C)
-                late += tl.sum(turn, 0)
-            gk += _diagonal(d, pairs)[:, None] * psi
+                    change = tl.where(real[None, :], change, 0.0)
+                _put(dg, t, dg_t, cr, r, tl.trans(change), n - base, EVEN_N, EVEN_C)
+                late += tl.sum(turn, 1)
+            gk += _diagonal(d, pairs)[None, :] * psi
             if SEGMENTS:
-                gk = tl.where(real[:, None], gk, 0.0)
+                gk = tl.where(real[None, :], gk, 0.0)
             if FEATURE != "identity":
-                gk = gk * _slope(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C)
-            _put(dk, t, dk_t, cr, r, gk, n - base, EVEN_N, EVEN_C)
+                gk = gk * tl.trans(_slope(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C))
+            _put(dk, t, dk_t, cr, r, tl.trans(gk), n - base, EVEN_N, EVEN_C)

@@ -26,22 +26,34 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Config(NamedTuple):
-    """Of one kernel: columns a program takes of the axis it may split, warps, stages, most registers."""
+    """Of one kernel: tokens a block, columns a program takes of the axis it splits, warps, stages, most registers."""
 
+    block: int
     split: int
     warps: int
     stages: int
     registers: int | None = None
 
 
-# The key is the width (r and e up to it) and the operands; a block is that many tokens.
-BLOCKS = {(64, "bf16"): 32, (128, "bf16"): 32, (64, "fp32"): 32, (128, "fp32"): 32}
+# The key is the width (r and e up to it) and the operands.
 LAUNCHES = ("states", "outputs", "adjoints", "queries", "keys")
 CONFIGS = {
-    (64, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 4, 2)),
-    (128, "bf16"): dict.fromkeys(LAUNCHES, Config(64, 8, 2)),
-    (64, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 4, 1)),
-    (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
+    (64, "bf16"): dict(
+        states=Config(64, 64, 4, 1, 168),
+        outputs=Config(16, 64, 4, 1, 128),
+        adjoints=Config(64, 64, 4, 1, 168),
+        queries=Config(16, 64, 4, 1, 128),
+        keys=Config(16, 64, 4, 1, 168),
+    ),
+    (128, "bf16"): dict(
+        states=Config(64, 64, 4, 1, 168),
+        outputs=Config(16, 128, 8, 1, 128),
+        adjoints=Config(64, 64, 4, 1, 168),
+        queries=Config(16, 128, 8, 1, 128),
+        keys=Config(16, 128, 8, 1),
+    ),
+    (64, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 4, 1)),
+    (128, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 8, 1)),
 }
 PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 512  # tokens a chunk: inside one the sums of a gate's gradient run on, and so do their errors
@@ -104,16 +116,16 @@ class Plan:
         self.normalise, self.given = normalise, given
         bf16 = q.dtype == torch.bfloat16
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
-        self.block, self.configs = BLOCKS[kind], CONFIGS[kind]
+        self.configs = CONFIGS[kind]
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
         self.rows = self.B * self.heads
         self.span = span(self.n, self.rows)
         self.chunks = over(self.n, self.span)
         self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
         self.like_q, self.like_k, self.like_v, self.like_g = (_layout(x, self.heads) for x in (q, k, v, g))
-        each, sums = self.rows * self.n * normalise, self.rows * over(self.n, self.block) * self.r * normalise
-        # a number a query (den, δ), slots, z before (y after) each block, and forward what chunks keep
-        self.sizes = [max(64, up(x, 64)) for x in (each, self.rows * (self.chunks + 1) * self.slot, sums)]
+        # a number a query (den, δ), slots, and forward what chunks keep
+        sizes = self.rows * self.n * normalise, self.rows * (self.chunks + 1) * self.slot
+        self.sizes = [max(64, up(x, 64)) for x in sizes]
         self.kept = self.rows * self.chunks * self.r
         self.constants = dict(
             H=self.heads,
@@ -123,10 +135,7 @@ class Plan:
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
             PRECISION=_precision(q.dtype, kind[0]),
-            EVEN_N=self.n % self.block == 0 and code is None,
             EVEN_C=(self.r, self.e) == (self.R, self.E),
-            BLOCK=self.block,
-            LEVELS=self.block.bit_length() - 1,
         )
         self.ready: dict = {}
 
@@ -148,11 +157,16 @@ class Plan:
                 R, parts = min(R, config.split), over(R, config.split)
             else:
                 E, parts = min(E, config.split), over(E, config.split)
-            constants = {**self.constants, **flags, "R": R, "E": E, "PARTS": parts}
+            blocks = dict(BLOCK=config.block, LEVELS=config.block.bit_length() - 1, EVEN_N=self._even(config.block))
+            constants = {**self.constants, **blocks, **flags, "R": R, "E": E, "PARTS": parts}
             options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
             return program, (self.rows * self.chunks * parts,), (*numbers, *self.numbers), constants, options
 
         launching.launch(self.ready, (name, key), pointers, describe)
+
+    def _even(self, block) -> bool:
+        """Whether blocks have neither padding nor an end inside them."""
+        return self.n % block == 0 and not self.constants["SEGMENTS"]
 
     def scan(self, slots, keeps, end, given, reverse):
         def describe():
@@ -192,17 +206,17 @@ def _attend(plan, q, k, v, g, S, z, code):
     final = launches.empty((plan.B, plan.heads, plan.slot), q)
     if S is not None:
         _fill(plan.slots(work), 0, S, z)
-    den, slots, sums = work.split(plan.sizes)
+    den, slots = work.split(plan.sizes)
     runs = _or(code, q)
-    plan.launch("states", None, (k, v, g, runs, slots, keeps, sums), programs.states, _steps(k, v, g), "r")
+    plan.launch("states", None, (k, v, g, runs, slots, keeps), programs.states, _steps(k, v, g), "r")
     plan.scan(slots, keeps, final, plan.given, False)
-    pointers = q, k, v, g, o, den, runs, slots, sums
+    pointers = q, k, v, g, o, den, runs, slots
     plan.launch("outputs", None, pointers, programs.outputs, _steps(q, k, v, g, o), "e", GIVEN=plan.given)
     return o, final, (work, keeps)
 
 
 class _Outputs(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the gates, den, the states of chunks and z before each block."""
+    """The launches joined: keeps q, k, v, o, the gates, den and the states of chunks."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, S, z, code, plan):
@@ -227,15 +241,15 @@ class _Outputs(torch.autograd.Function):
         room, first = launches.empty((sum(plan.sizes),), q), launches.empty((plan.B, plan.heads, plan.slot), q)
         if given:
             _fill(plan.slots(room), plan.chunks, dS, dz)
-        (den, slots, sums), (delta, back, after) = work.split(plan.sizes), room.split(plan.sizes)
+        (den, slots), (delta, back) = work.split(plan.sizes), room.split(plan.sizes)
         runs, key = _or(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
         plan.launch(
-            *("adjoints", key, (q, g, o, do, den, delta, runs, back, after)),
+            *("adjoints", key, (q, g, o, do, den, delta, runs, back)),
             *(programs.adjoints, _steps(q, g, o, do), "r"),
         )
         plan.scan(back, keeps, first, given, True)
         plan.launch(
-            *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots, sums)),
+            *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots)),
             *(programs.queries, _steps(q, k, v, g, do, dq), "r"),
             GIVEN=plan.given,
             GATED=gated,
@@ -243,7 +257,7 @@ class _Outputs(torch.autograd.Function):
         narrow = max(plan.R, plan.E) <= plan.configs["keys"].split
         for splits, DK, DV in [("r", True, True)] if narrow else [("r", True, False), ("e", False, True)]:
             plan.launch(
-                *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back, after)),
+                *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back)),
                 *(programs.keys, _steps(q, k, v, g, do, dk, dv, dg), splits),
                 GIVEN=given,
                 GATED=gated,
