@@ -1,15 +1,15 @@
-"""The Triton programs of gated linear attention; triton.py launches them, three forward and four backward.
+"""The Triton programs of gated linear attention; triton.py launches them, three forward and four or five backward.
 
     tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
     exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, …:
                   X_t = Σ g_u,  u of the s tokens around t,  u ≤ t in a later half and u > t in an earlier one
                 and for the state  into_t = exp Σ_{u≤t} g_u,  leave_t = exp Σ_{u>t} g_u,  keep = exp Σ g_u
-    forward     states    each chunk by itself: Sᵀ = Σ_j v_j (leave_j ∘ φk_j)ᵀ, z = Σ_j leave_j ∘ φk_j
+    forward     states    each chunk by itself: S = Σ_j (leave_j ∘ φk_j) v_jᵀ, z = Σ_j leave_j ∘ φk_j
                 scan      x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the chunks: the state before each chunk
                 outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of the level
                           num = P v + (into ∘ φq) S,  den = Σ_j P_ij + (into ∘ φq)·z,  o = num / den
     backward    the normaliser is one more value column: ψ_i = φq_i / den_i, δ_i = do_i·o_i, D_ij = do_i·v_j − δ_i
-                adjoints  each chunk by itself: δ, Rᵀ = Σ_i do_i (into_i ∘ ψ_i)ᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
+                adjoints  each chunk by itself: δ, R = Σ_i (into_i ∘ ψ_i) do_iᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
                 scan      the same backwards: R and y after each chunk
                 queries   forwards:   dφq_i = (Σ_j D_ij e^{X_i} ∘ e^{X_j} ∘ φk_j + into_i ∘ (S do_i − δ_i z)) / den_i
                 keys      backwards:  dφk_j = Σ_i D_ij e^{X_i} ∘ e^{X_j} ∘ ψ_i + leave_j ∘ (R v_j + y)
@@ -19,6 +19,8 @@
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
                 float16, 3×tf32 for float32; gates in two parts of bfloat16, or 3×tf32
 
+Tiles of q, k and gates are channels × tokens: sums of gates come out where the next product wants them, the matrices of
+ones lie in shared memory all along, and a state, which is channels × values, goes to the tensor cores from registers.
 No exponent is a difference, so none is positive. A shut gate (−∞) counts as 2⁻¹⁵⁰, which is 0 in float32. Each element
 is written by one program in a fixed order: runs are bit-equal. README.md has the derivation.
 """
