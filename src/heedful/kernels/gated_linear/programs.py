@@ -44,6 +44,29 @@ from heedful.kernels.chunked_linear.programs import (
 SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
 
 
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _rounded(x, OPERAND: tl.constexpr):
+        return x
+else:
+
+    @triton.jit
+    def _rounded(x, OPERAND: tl.constexpr):
+        """x as an operand of a product has it, in float32; two at a time, where one alone takes as long as eight."""
+        if tl.bfloat16 == OPERAND:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+                "=f,=f,f,f",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return x
+
+
 @triton.jit
 def _tokens(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
     """Of the block at `start`: which tokens are real, their runs, and where a state enters, leaves, stays (1 or 0)."""
@@ -79,9 +102,8 @@ def _sums(x, which, OPERAND: tl.constexpr):
     """Sums of columns of x, chosen by a matrix of zeros and ones."""
     if tl.bfloat16 == OPERAND:
         chosen = tl.where(which, 1.0, 0.0).to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(low, chosen, tl.dot(high, chosen))
+        high = _rounded(x, OPERAND)
+        return tl.dot((x - high).to(tl.bfloat16), chosen, tl.dot(high.to(tl.bfloat16), chosen))
     else:
         return tl.dot(x, tl.where(which, 1.0, 0.0), input_precision="tf32x3")
 
@@ -134,10 +156,10 @@ def _pairs(t, ADJOINT: tl.constexpr):
 @triton.jit
 def _by_state(S, x, acc, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """acc + S x; in two parts of S where it has to be EXACT."""
-    high = S.to(OPERAND)
-    acc = tl.dot(high, x, acc, input_precision=PRECISION)
+    high = _rounded(S, OPERAND)
+    acc = tl.dot(high.to(OPERAND), x, acc, input_precision=PRECISION)
     if EXACT and tl.bfloat16 == OPERAND:
-        acc = tl.dot((S - high.to(tl.float32)).to(OPERAND), x, acc, input_precision=PRECISION)
+        acc = tl.dot((S - high).to(OPERAND), x, acc, input_precision=PRECISION)
     return acc
 
 
@@ -241,13 +263,13 @@ def states(
         go = fk * _leave(x, b, OPERAND)
         if SEGMENTS:
             go = go * leaves[None, :]
-        go = go.to(OPERAND)
+        go = _rounded(go, OPERAND)
         keep = exp2(tl.sum(x, 1))
         if NORMALISE:
-            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
         kept = _carried(kept, keep, stays, SEGMENTS)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
-        S = tl.dot(go, vb, S, input_precision=PRECISION)
+        S = tl.dot(go.to(OPERAND), vb, S, input_precision=PRECISION)
     slot = slots + (row * (chunks + 1) + chunk + 1) * (r * e + r if NORMALISE else r * e)
     _hold(slot, cr, ce, r, e, S, z, NORMALISE)
     tl.store(keeps + (row * chunks + chunk) * r + cr, kept, mask=cr < r)
@@ -381,11 +403,11 @@ def outputs(
         if SEGMENTS:
             go = go * leaves[None, :]
             acc = tl.where(real[:, None], acc, 0.0)
-        go = go.to(OPERAND)
+        go = _rounded(go, OPERAND)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
-        S = tl.dot(go, vb, S, input_precision=PRECISION)
+        S = tl.dot(go.to(OPERAND), vb, S, input_precision=PRECISION)
         if NORMALISE:
-            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
             below += tl.sum(a, 1)
             if SEGMENTS:
                 below = tl.where(real, below, 0.0)
@@ -468,16 +490,16 @@ def adjoints(
         come = psi * _into(x, b, OPERAND)
         if SEGMENTS:
             come = come * enters[None, :]
-        come = come.to(OPERAND)
+        come = _rounded(come, OPERAND)
         keep = exp2(tl.sum(x, 1))
         if NORMALISE:
             ob = _rows(o, t, o_t, ce, e, real, EVEN_N, EVEN_C)
             d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
             if part == 0:
                 tl.store(delta + t, d, mask=base + t < n)
-            y = _carried(y, keep, stays, SEGMENTS) - tl.sum(come.to(tl.float32) * d[None, :], 1)
+            y = _carried(y, keep, stays, SEGMENTS) - tl.sum(come * d[None, :], 1)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
-        S = tl.dot(come, dob.to(OPERAND), S, input_precision=PRECISION)
+        S = tl.dot(come.to(OPERAND), dob.to(OPERAND), S, input_precision=PRECISION)
     slot = slots + (row * (chunks + 1) + chunk) * (r * e + r if NORMALISE else r * e)
     _hold(slot, cr, ce, r, e, S, y, NORMALISE)
 
@@ -579,7 +601,7 @@ def queries(
             psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
             if NORMALISE:
                 psi = psi * below
-            turn = grad * (psi * into).to(OPERAND).to(tl.float32)
+            turn = grad * _rounded(psi * into, OPERAND)
         grad = grad * into
         d = tl.dot(vb, tl.trans(dob), d, input_precision=PRECISION)
         d = _alike(d, run, SEGMENTS)
@@ -590,18 +612,18 @@ def queries(
             got = tl.dot((fk * f).to(OPERAND), here, input_precision=PRECISION)
             grad += f * got
             if GATED:
-                turn += got * (psi * f).to(OPERAND).to(tl.float32)
+                turn += got * _rounded(psi * f, OPERAND)
         grad += _diagonal(d, pairs)[None, :] * fk
         go = fk * _leave(x, b, OPERAND)
         if SEGMENTS:
             go = go * leaves[None, :]
             grad = tl.where(real[None, :], grad, 0.0)
-        go = go.to(OPERAND)
+        go = _rounded(go, OPERAND)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
-        S = tl.dot(go, vb, S, input_precision=PRECISION)
+        S = tl.dot(go.to(OPERAND), vb, S, input_precision=PRECISION)
         if NORMALISE:
             grad = grad * below
-            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go.to(tl.float32), 1)
+            z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
         if GATED:
             _put(gain, t, r, cr, r, tl.trans(turn), n - base, EVEN_N, EVEN_C)
         if FEATURE != "identity":
@@ -719,9 +741,9 @@ def keys(
         leave = _leave(x, b, OPERAND)
         if SEGMENTS:
             leave = leave * leaves[None, :]
-        go = (fk * leave).to(OPERAND)
+        go = _rounded(fk * leave, OPERAND)
         if DV:
-            gv = tl.dot(tl.trans(go), S.to(OPERAND), input_precision=PRECISION)
+            gv = tl.dot(tl.trans(go.to(OPERAND)), S.to(OPERAND), input_precision=PRECISION)
             a = tl.where(turned == -1, tl.sum(psi * fk, 0)[:, None], 0.0)
         if NORMALISE:
             minus = -tl.load(delta + t, mask=real, other=0.0)
@@ -733,22 +755,22 @@ def keys(
                 d += minus[:, None]
             gk = _by_state(S, tl.trans(vb), gk, GATED, OPERAND, PRECISION)
             if GATED:
-                turn = tl.trans(_rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C)) - gk * go.to(tl.float32)
+                turn = tl.trans(_rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C)) - gk * go
             gk = gk * leave
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _alike(d, run, SEGMENTS)
         for level in tl.static_range(LEVELS):
             f = _level(x, b, level, OPERAND)
-            later, earlier = (psi * f).to(OPERAND), (fk * f).to(OPERAND)
+            later, earlier = (psi * f).to(OPERAND), _rounded(fk * f, OPERAND)
             if DV:
-                w = tl.dot(tl.trans(earlier), later, input_precision=PRECISION)
+                w = tl.dot(tl.trans(earlier.to(OPERAND)), later, input_precision=PRECISION)
                 a = tl.where((turned >> level) == 1, w, a)
             if DK:
                 here = tl.where((pairs >> level) == 1, d, 0.0).to(OPERAND)
                 got = tl.dot(later, here, input_precision=PRECISION)
                 gk += f * got
                 if GATED:
-                    turn -= got * earlier.to(tl.float32)
+                    turn -= got * earlier
         if DV:
             gv = tl.dot(_alike(a, run, SEGMENTS).to(OPERAND), dob, gv, input_precision=PRECISION)
             if SEGMENTS:
@@ -757,13 +779,13 @@ def keys(
         come = psi * _into(x, b, OPERAND)
         if SEGMENTS:
             come = come * enters[None, :]
-        come = come.to(OPERAND)
+        come = _rounded(come, OPERAND)
         keep = exp2(tl.sum(x, 1))
         S = _carried(S, keep[:, None], stays, SEGMENTS)
-        S = tl.dot(come, dob, S, input_precision=PRECISION)
+        S = tl.dot(come.to(OPERAND), dob, S, input_precision=PRECISION)
         if DK:
             if NORMALISE:
-                y = _carried(y, keep, stays, SEGMENTS) + tl.sum(come.to(tl.float32) * minus[None, :], 1)
+                y = _carried(y, keep, stays, SEGMENTS) + tl.sum(come * minus[None, :], 1)
             if GATED:
                 change = _sums(turn, b[:, None] >= b[None, :], OPERAND) + late[:, None]
                 if SEGMENTS:
