@@ -171,7 +171,8 @@ def test_triton_says_what_it_can_not_take():
     wide = [torch.zeros(1, 1, 4, 129)] * 3
     for inputs, gates, reason in (
         ((q, k, v), g, "must share bfloat16, float16 or float32"),
-        (wide, wide[0], "widths go up to 128"),
+        (wide, wide[0], "widths of torch.float32 go up to 64"),
+        ([x.bfloat16() for x in wide], wide[0], "widths of torch.bfloat16 go up to 128"),
         ([x[:, :, :0].float() for x in (q, k, v)], g[:, :, :0], "nothing to launch"),
         ([x.float() for x in (q, k, v)], g[..., :1], "a gate for each channel"),
         ((q, k[:1], v), g, "k must be"),
@@ -212,7 +213,8 @@ def poisoned(shape, like, dtype=torch.float32):
 
 
 def blocked(form, monkeypatch, block):
-    configs = {kind: {k: x._replace(block=block) for k, x in c.items()} for kind, c in form.CONFIGS.items()}
+    """Blocks of that many tokens, and parts of 16 columns where an axis is split."""
+    configs = {kind: {k: x._replace(block=block, split=16) for k, x in c.items()} for kind, c in form.CONFIGS.items()}
     monkeypatch.setattr(form, "CONFIGS", configs)
 
 
@@ -241,8 +243,8 @@ CASES = {
     "nothing but padding": dict(
         **TWO, n=20, normalise=True, feature="elu1", segments=[[-1] * 20, [3] * 20], state=True
     ),
-    "wide features": dict(H=1, n=40, r=70, e=12, normalise=True, feature="elu1", state=True),
-    "wide values": dict(H=1, n=40, r=12, e=70, state=True),
+    "wide features": dict(H=1, n=40, r=40, e=12, normalise=True, feature="elu1", state=True),
+    "wide values": dict(H=1, n=40, r=12, e=40, state=True),
 }
 
 
