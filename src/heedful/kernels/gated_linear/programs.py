@@ -35,10 +35,10 @@ from heedful.kernels.chunked_linear.programs import (
     LOG2E,
     _features,
     _link,
+    _pulled,
     _put,
     _reciprocal,
     _rows,
-    _slope,
 )
 
 SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
@@ -141,7 +141,9 @@ def _level(x, b, k: tl.constexpr, OPERAND: tl.constexpr):
 def _phi(pointer, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
          CLEAR: tl.constexpr):  # fmt: skip
     """A tile of features, channels × tokens."""
-    return tl.trans(_features(pointer, pointer, t, stride, column, width, real, FEATURE, EVEN_N, EVEN_C, CLEAR))
+    return tl.trans(
+        _features(pointer, pointer, pointer, t, 0, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, CLEAR)
+    )
 
 
 @triton.jit
@@ -626,9 +628,8 @@ def queries(
             z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
         if GATED:
             _put(gain, t, r, cr, r, tl.trans(turn), n - base, EVEN_N, EVEN_C)
-        if FEATURE != "identity":
-            grad = grad * tl.trans(_slope(q, q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C))
-        _put(dq, t, dq_t, cr, r, tl.trans(grad), n - base, EVEN_N, EVEN_C)
+        grad = _pulled(tl.trans(grad), q, q, q, t, 0, q_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
+        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
@@ -795,6 +796,5 @@ def keys(
             gk += _diagonal(d, pairs)[None, :] * psi
             if SEGMENTS:
                 gk = tl.where(real[None, :], gk, 0.0)
-            if FEATURE != "identity":
-                gk = gk * tl.trans(_slope(k, k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C))
-            _put(dk, t, dk_t, cr, r, tl.trans(gk), n - base, EVEN_N, EVEN_C)
+            grad = _pulled(tl.trans(gk), k, k, k, t, 0, k_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
+            _put(dk, t, dk_t, cr, r, grad, n - base, EVEN_N, EVEN_C)

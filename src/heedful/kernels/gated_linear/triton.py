@@ -20,6 +20,7 @@ from heedful.kernels.chunked_linear.triton import _fill, _learns, _or, _packed, 
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import programs, reference
 from heedful.kernels.launching import INTERPRETED, over, power, up
+from heedful.kernels.uncompiled import uncompiled
 
 WIDEST = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 TYPES = tuple(WIDEST)
@@ -78,7 +79,7 @@ def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segme
     return said
 
 
-@torch.compiler.disable  # launches ask for addresses
+@uncompiled  # launches ask for addresses
 def gated_linear(
     q: Tensor,
     k: Tensor,
@@ -113,6 +114,7 @@ class Plan:
 
     def __init__(self, q, k, v, g, code, feature, normalise, given):
         (self.B, self.heads, self.n, self.r), self.e = q.shape, v.shape[-1]
+        self.d = self.r  # features are as wide as what they are made of
         self.normalise, self.given = normalise, given
         bf16 = q.dtype == torch.bfloat16
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
@@ -134,7 +136,7 @@ class Plan:
             SEGMENTS=code is not None,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=_precision(q.dtype, kind[0]),
+            PRECISION=_precision(q.dtype, kind[0], False),
             EVEN_C=(self.r, self.e) == (self.R, self.E),
         )
         self.ready: dict = {}
@@ -205,7 +207,7 @@ def _attend(plan, q, k, v, g, S, z, code):
     work, keeps = launches.empty((sum(plan.sizes),), q), launches.empty((plan.kept,), q)
     final = launches.empty((plan.B, plan.heads, plan.slot), q)
     if S is not None:
-        _fill(plan.slots(work), 0, S, z)
+        _fill(plan, plan.slots(work), 0, S, z)
     den, slots = work.split(plan.sizes)
     runs = _or(code, q)
     plan.launch("states", None, (k, v, g, runs, slots, keeps), programs.states, _steps(k, v, g), "r")
@@ -240,7 +242,7 @@ class _Outputs(torch.autograd.Function):
         dg, gain = (launches.tokens(plan.like_g, g, plan.r), launches.empty(q.shape, q)) if gated else (q, q)
         room, first = launches.empty((sum(plan.sizes),), q), launches.empty((plan.B, plan.heads, plan.slot), q)
         if given:
-            _fill(plan.slots(room), plan.chunks, dS, dz)
+            _fill(plan, plan.slots(room), plan.chunks, dS, dz)
         (den, slots), (delta, back) = work.split(plan.sizes), room.split(plan.sizes)
         runs, key = _or(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
         plan.launch(
