@@ -72,8 +72,9 @@ def head_measures(
     op = op.float()
     dense = Room().of(op)
     rows, left = statistics_into(op, dense)
+    energy = rows.frobenius.square().cpu()  # asked for here, a GPU has it; later it would first finish the matrix
     matrix = matrix_of(op, dense if left else None)
-    found = spectrum(matrix, k, tau=tau, energy=rows.frobenius.square(), budget=budget, failure=failure, seed=seed)
+    found = spectrum(matrix, k, tau=tau, energy=energy, budget=budget, failure=failure, seed=seed)
     return HeadMeasures(rows, found)
 
 

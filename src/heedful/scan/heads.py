@@ -123,7 +123,7 @@ def _measured(
     where = op.layout.key_positions[..., None].double() / op.shape[-1]
     down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
     sums = checked_sums(op, asked.request(where, dense, down, kept.room.scratch))
-    energy = sums.square.double().sum(-1)
+    energy = sums.square.double().sum(-1).cpu()  # now that it is there: see measures.heads
     k = min(how.values, *op.shape[-2:])
     matrix = matrix_of(op, dense if sums.left else None)
     pattern = pattern_of(asked, sums, down if sums.left else _column_sums(op, matrix))
