@@ -115,8 +115,8 @@ def blocked_matrix(
 def put_tile(out: Float[Tensor, "*b n m"], tile: Tile, weights: Tensor) -> None:
     """Write the weights of a tile to where they stand in the matrix."""
     target = pick(out, tile.batch)[..., tile.rows, :]
-    if tile.cols.is_interval:
-        target[..., int(tile.cols.index[0]) : int(tile.cols.index[-1]) + 1] = weights
+    if tile.cols.interval is not None:
+        target[..., slice(*tile.cols.interval)] = weights
     else:
         target.index_copy_(-1, tile.cols.index.to(out.device), weights.to(out.dtype))
 
@@ -175,12 +175,14 @@ class Work:
 
     def cols_of(self, which: int, tile: Tile) -> Tensor:
         x = pick(self.inputs[which], tile.batch)
-        if tile.cols.is_interval or x.dtype != self.dtype:
+        if tile.cols.interval is not None or x.dtype != self.dtype:
             return tile.cols.take(x).to(self.dtype)
         return tile.cols.take(x, self.buffer("kv"[which - 1], *x.shape[:-2], len(tile.cols), x.shape[-1]))
 
     def scores(self, tile: Tile) -> Tensor:
-        return self.product("scores", self.rows_of(0, tile) * self.scale, self.cols_of(1, tile).mT)
+        q = self.rows_of(0, tile)
+        q = torch.mul(q, self.scale, out=self.buffer("q", *q.shape))
+        return self.product("scores", q, self.cols_of(1, tile).mT)
 
     def bias_of(self, tile: Tile) -> Tensor | None:
         if self.bias is None:

@@ -27,6 +27,7 @@ from heedful.shapes import Bool, Float, Int, Tensor
 FEWEST = 16  # fewer queries than this are not worth a call of their own
 WORTH = 0.7  # halve a block of queries when the halves need less than this share of its work
 ROWS = 128  # queries in a tile: enough for the matrix unit, few enough that a window's corners cost little
+VECTOR = 16  # numbers that a CPU handles at once: where slices begin and end elsewhere, they take up to twice as long
 BUDGET = 1 << 21  # scores in a tile: 8 MiB in float32
 
 
@@ -86,13 +87,27 @@ class Keys:
     def last(self) -> int:
         return int(self.index[-1])
 
+    @property
+    def interval(self) -> Span | None:
+        """The first and the one after the last, where these are all the keys between; None where they are not."""
+        return self.spans[0] if self.spans is not None and len(self.spans) == 1 else None
+
     def before(self, key: int) -> int:
         """How many are less than this one."""
-        return int(torch.searchsorted(self.index, key))
+        if self.interval is None:
+            return int(torch.searchsorted(self.index, key))
+        start, stop = self.interval
+        return min(max(key, start), stop) - start
 
-    @property
-    def is_interval(self) -> bool:
-        return self.spans is not None and len(self.spans) == 1
+    def find(self, keys: Int[Tensor, "*x"]) -> tuple[Int[Tensor, "*x"], Bool[Tensor, "*x"]]:
+        """Where these stand among mine, and whether they do."""
+        if self.interval is not None:
+            start, stop = self.interval
+            inside = keys.clamp(start, stop - 1)
+            return inside - start, inside == keys
+        index = self.index.to(keys.device)
+        place = torch.searchsorted(index, keys.contiguous()).clamp(max=len(index) - 1)
+        return place, index[place] == keys
 
     def take(self, x: Float[Tensor, "*b m w"], out: Tensor | None = None) -> Float[Tensor, "*b c w"]:
         """x[…, keys, :], a view where the keys are one interval, else a copy (into `out`, where it is given)."""
@@ -219,6 +234,7 @@ class _LastMask:
         if isinstance(pattern, Full):
             return None, 0
         clear = cols.before(pattern.clear_until(first))
+        clear -= clear % VECTOR
         shape = len(i), len(j) - clear, first - cols.last
         repeats = pattern.repeats_from is not None and first >= pattern.repeats_from
         if not repeats or shape != self.shape:
@@ -279,4 +295,4 @@ def _size(spans: list[Span]) -> int:
 def _rounded(spans: list[Span], m: int) -> list[Span]:
     """A few keys more, so that rows of a tile are whole vectors of the CPU: masked, they cost less than raggedness."""
     start, stop = spans[-1]
-    return [*spans[:-1], (start, min(m, stop + -_size(spans) % 16))]
+    return [*spans[:-1], (start, min(m, stop + -_size(spans) % VECTOR))]

@@ -1,7 +1,8 @@
 """Row statistics in plain torch: whole rows, a block at a time, each block used for all sums and then forgotten.
 
-softmax     t = max s,  p = exp(s − t) / Σ exp(s − t),  lse = t − log max p
-            entropy = −log max p − Σ p (s − t)               two terms ≥ 0: nothing cancels
+softmax     t = max s,  e = exp(s − t),  Z = Σ e,  p = e / Z,  lse = t + log Z
+            sums of e first, then of p, which are those times 1 / Z: there are fewer rows than weights
+            entropy = log Z − Σ e (s − t) / Z                two terms ≥ 0: nothing cancels
 sink        p over the keys alone, then every sum times exp(lse − log(exp lse + exp sink))
 otherwise   p = |a| / Σ |a|,  entropy = −Σ p log p,  0 log 0 = 0
 """
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, prod
+from math import inf, log, prod
 
 import torch
 
-from heedful.kernels.blocked.reference import RowFunction, Work, put_tile
-from heedful.kernels.blocked.tiles import Tile, pick, size_on, with_axes
+from heedful.kernels.blocked.reference import RowFunction, Work
+from heedful.kernels.blocked.tiles import VECTOR, Keys, Mask, Tile, pick, size_on, with_axes
 from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.uncompiled import uncompiled
@@ -47,19 +48,22 @@ def row_statistics(
     softmax = isinstance(rows, SoftmaxRows)
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
+    layout = resolve(segments, work.n, work.m, q.device)
+    seen = None if request.targets is None else _seen(request.targets, layout, pattern)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
-        block = _block(tile, request, len(work.batch))
+        first = None if segments is not None else tile.rows.start + work.m - work.n
+        block = _block(tile, request, seen, first, len(work.batch))
         if isinstance(rows, SoftmaxRows):
-            part, weights = _of_softmax(work, rows, scores, tile, bias, block)
+            part, weights, factor = _of_softmax(work, rows, scores, tile, bias, block)
         else:
             weights = rows.weights(scores, tile, bias, rows.parameters)
-            part = of_weights(weights, block)
+            part, factor = of_weights(weights, block), weights.new_ones(weights.shape[-2], 1)
         out.put(tile.batch, tile.rows, part)
         if request.into is not None:
-            _leave(request.into, tile, weights)
-        if request.down is not None:
-            tile.cols.add(pick(request.down, tile.batch)[..., None], weights.sum(-2)[..., None])
+            _leave(request.into, tile, weights, factor)
+        if request.down is not None:  # a product takes half as long as a sum over rows
+            tile.cols.add(pick(request.down, tile.batch)[..., None], (factor.mT @ weights).mT)
     if request.into is not None and bool((out.count == 0).any()):  # such queries may be in no tile
         request.into.masked_fill_((out.count == 0)[..., None], 0)
     return replace(out, left=request.into is not None)
@@ -90,6 +94,10 @@ def by_blocks(
     axes = len(batch)
     request = _prepared(request, pattern, wide)
     query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
+    targets = None if request.targets is None else with_axes(request.targets, axes, 2)
+    seen = None if targets is None else _seen(targets, layout, pattern)
+    columns = None if request.columns is None else with_axes(request.columns, axes, 2).mT
+    keys = Keys([(0, m)])
     for lo in range(0, n, step):
         part = slice(lo, min(lo + step, n))
         here, there = query_ids[..., part, None], key_ids[..., None, :]
@@ -99,11 +107,13 @@ def by_blocks(
         block = Block(
             i[..., part, None],
             j[..., None, :],
-            torch.arange(m, device=device),
-            visible,
+            keys,
+            Mask(visible),
             0,
-            None if request.targets is None else with_axes(request.targets, axes, 2)[..., part, :],
-            None if request.columns is None else with_axes(request.columns, axes, 2).mT,
+            None,
+            None if targets is None else targets[..., part, :],
+            None if seen is None else seen[..., part, :],
+            columns,
             request.bands,
             request.places,
         )
@@ -120,33 +130,27 @@ def by_blocks(
 class Block:
     """Where a block of whole rows stands, and what is asked of it.
 
-    Every query sees the first `clear` keys; `visible` is about those after them, and None where all are seen.
+    Every query sees the first `clear` keys; `mask` is about those after them, and None where all are seen. Where there
+    are no segments, positions are indices, and `first` is that of the first query.
     """
 
     i: Int[Tensor, "*#s r 1"]
     j: Int[Tensor, "*#s 1 c"] | Int[Tensor, " c"]
-    keys: Int[Tensor, " c"]
-    visible: Bool[Tensor, "*#s r behind"] | None
+    keys: Keys
+    mask: Mask | None
     clear: int
+    first: int | None
     targets: Int[Tensor, "*#b r t"] | None
+    seen: Bool[Tensor, "*#b r t"] | None
     columns: Float[Tensor, "*#b x c"] | None
     bands: tuple[Band, ...]
     places: bool
 
     def count(self) -> Int[Tensor, "*s r"]:
         """How many keys each query sees."""
-        if self.visible is None:
+        if self.mask is None:
             return torch.full(self.i.shape[:-1], len(self.keys), device=self.i.device)
-        return self.visible.sum(-1) + self.clear
-
-    def sees(self, place: Int[Tensor, "*#b r t"]) -> Bool[Tensor, "*b r t"]:
-        """Whether each query sees the keys at these places among those of the block."""
-        if self.visible is None or not self.visible.shape[-1]:
-            return torch.ones_like(place, dtype=torch.bool)
-        batch = broadcast_shapes(self.visible.shape[:-2], place.shape[:-2])
-        place = place.expand(*batch, *place.shape[-2:])
-        behind = self.visible.expand(*batch, *self.visible.shape[-2:]).gather(-1, (place - self.clear).clamp(min=0))
-        return behind | (place < self.clear)
+        return self.mask.count[..., 0] + self.clear
 
     def pieces(self, band: Band) -> Iterator[tuple[slice, Bool[Tensor, "*s r c"] | None]]:
         """The keys of a band in a few slices, each with who is inside; None: all are.
@@ -160,15 +164,14 @@ class Block:
         if self._span is None:
             yield slice(None), self._inside(slice(None), band)
             return
-        j, (first, last) = self.j.flatten(), self._span
-        bounds = [
-            0 if least is None else _before(j, first + least),  # no query has an earlier key
-            0 if least is None else _before(j, last + least),  # from here on all queries are past the lower end
-            len(j) if most is None else _before(j, first + most + 1),
-            len(j) if most is None else _before(j, last + most + 1),
-        ]
-        start, stop = bounds[0], bounds[3]
-        inner, outer = bounds[1:3] if bounds[1] < bounds[2] else (stop, stop)
+        first, last = self._span
+        start = 0 if least is None else self._before(first + least)  # no query has an earlier key
+        inner = 0 if least is None else self._before(last + least)  # from here on all queries are past the lower end
+        outer = len(self.keys) if most is None else self._before(first + most + 1)
+        stop = len(self.keys) if most is None else self._before(last + most + 1)
+        inner, outer = inner + -inner % VECTOR, outer - outer % VECTOR
+        if inner >= outer:
+            inner = outer = stop
         for part, inside in ((slice(start, inner), False), (slice(inner, outer), True), (slice(outer, stop), False)):
             if part.start < part.stop:
                 yield part, None if inside else self._inside(part, band)
@@ -176,11 +179,19 @@ class Block:
     @cached_property
     def _span(self) -> tuple[int, int] | None:
         """The first and the last position of the queries; None where positions do not ascend."""
+        if self.first is not None:
+            return self.first, self.first + self.i.shape[-2] - 1
         plain = self.j.numel() == len(self.keys) and self.i.numel() == self.i.shape[-2]
         if not plain or not self.i.numel() or not bool((self.j.flatten().diff() > 0).all()):
             return None
         first, last = self.i.aminmax()
         return int(first), int(last)
+
+    def _before(self, position: int) -> int:
+        """How many keys stand before a position."""
+        if self.first is not None:
+            return self.keys.before(position)
+        return int(torch.searchsorted(self.j.flatten(), position))
 
     def _inside(self, part: slice, band: Band) -> Bool[Tensor, "*s r c"]:
         least, most = band
@@ -189,9 +200,20 @@ class Block:
         return inside if most is None else inside & (offset <= most)
 
 
-def _before(j: Int[Tensor, " c"], position: int) -> int:
-    """How many keys stand before a position."""
-    return int(torch.searchsorted(j, position))
+def _seen(targets: Int[Tensor, "*#b n t"], layout: Layout, pattern: Pattern | None) -> Bool[Tensor, "*#b n t"]:
+    """Whether pattern and segments let each query see its targets."""
+    ids, key_ids, i, j = layout
+    if not key_ids.shape[-1]:
+        return torch.zeros_like(targets, dtype=torch.bool)
+    key = targets.clamp(0, key_ids.shape[-1] - 1)
+
+    def at(x):
+        batch = broadcast_shapes(x.shape[:-1], key.shape[:-2])
+        found = x.expand(*batch, -1).gather(-1, key.expand(*batch, -1, -1).flatten(-2))
+        return found.unflatten(-1, key.shape[-2:])
+
+    seen = (key == targets) & (at(key_ids) == ids[..., None]) & (ids[..., None] >= 0)
+    return seen if pattern is None else seen & pattern.allows(i[..., None], at(j))
 
 
 def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> Request:
@@ -206,53 +228,56 @@ def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> 
     return replace(request, bands=bands, columns=None if columns is None else columns.to(dtype).mT.contiguous().mT)
 
 
-def _leave(into: Float[Tensor, "*b n m"], tile: Tile, weights: Float[Tensor, "*b r c"]) -> None:
-    """Whole rows of the matrix: the weights of a tile, and zeros around them."""
+def _leave(
+    into: Float[Tensor, "*b n m"], tile: Tile, weights: Float[Tensor, "*b r c"], factor: Float[Tensor, "*#b r 1"]
+) -> None:
+    """Whole rows of the matrix: the weights of a tile times a factor for each row, and zeros around them."""
     rows = pick(into, tile.batch)[..., tile.rows, :]
-    if tile.cols.is_interval:
-        start, stop = int(tile.cols.index[0]), int(tile.cols.index[-1]) + 1
-        rows[..., :start] = 0
-        rows[..., stop:] = 0
-    else:
-        rows.zero_()
-    put_tile(into, tile, weights)
+    if tile.cols.interval is None:
+        rows.zero_().index_copy_(-1, tile.cols.index.to(into.device), (weights * factor).to(into.dtype))
+        return
+    start, stop = tile.cols.interval
+    torch.mul(weights, factor, out=rows[..., start:stop])
+    for rest in (rows[..., :start], rows[..., stop:]):
+        if rest.shape[-1]:
+            rest.zero_()
 
 
-def _block(tile: Tile, request: Request, axes: int) -> Block:
-    keys = tile.cols.index.to(tile.i.device)
+def _block(tile: Tile, request: Request, seen: Tensor | None, first: int | None, axes: int) -> Block:
     targets, columns = request.targets, request.columns
-    if targets is not None:
-        targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
+    if targets is not None and seen is not None:
+        targets, seen = (pick(with_axes(x, axes, 2), tile.batch)[..., tile.rows, :] for x in (targets, seen))
     if columns is not None:
         columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
-    visible = None if tile.mask is None else tile.mask.visible
-    return Block(tile.i, tile.j, keys, visible, tile.clear, targets, columns, request.bands, request.places)
+    rest = targets, seen, columns, request.bands, request.places
+    return Block(tile.i, tile.j, tile.cols, tile.mask, tile.clear, first, *rest)
 
 
 def _of_softmax(
     work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block
-) -> tuple[RowSums, Tensor]:
-    """The sums of a tile, and its weights, which the next tile overwrites."""
+) -> tuple[RowSums, Tensor, Tensor]:
+    """The sums of a tile, and weights, which the next tile overwrites, with the factors that make them those of A.
+
+    (On a CPU exp takes nearly three times as long as exp2, and a softmax twice.)
+    """
     logits = rows.logits(scores, tile, bias, rows.parameters)
     top, place = largest(logits) if block.places else (logits.amax(-1, keepdim=True), None)
     dead = top == -inf
-    logits = logits.sub_(top.masked_fill(dead, 0))
-    weights = torch.softmax(logits, -1, out=work.buffer("weights", *logits.shape))
-    if dead.any():
-        weights.masked_fill_(dead, 0)
-    most = weights.amax(-1, keepdim=True) if place is None else weights.gather(-1, place)
-    log_largest = most.masked_fill(dead, 1).log()
+    logits = logits.sub_(top.masked_fill(dead, 0)).mul_(1 / log(2))
+    weights = torch.exp2(logits, out=work.buffer("weights", *logits.shape))
     hidden = logits[..., tile.clear :] if bias is None and rows.bias_function is None else logits
     hidden.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
-    entropy = -log_largest - logits.mul_(weights).sum(-1, keepdim=True)
-    lse = top - log_largest
-    mass = torch.where(dead, 0, torch.ones_like(top))[..., 0]
-    found = _sums(weights, weights, mass, most, place, entropy[..., 0], block)
+    total = weights.sum(-1, keepdim=True).masked_fill_(dead, 1)
+    factor, log_total = total.reciprocal(), total.log()
+    entropy = log_total - logits.mul_(weights).sum(-1, keepdim=True).mul_(log(2)).mul_(factor)
+    lse, mass = top + log_total, (~dead).to(top.dtype)
+    found = _sums(weights, weights, mass[..., 0], mass, place, entropy[..., 0], block, logits)
     if rows.sink is not None:
         whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
         share = (lse - whole).masked_fill(dead, -inf).exp()
-        found, lse, weights = found.scaled(share[..., 0]), whole, weights.mul_(share)
-    return replace(found, lse=lse.masked_fill(dead, -inf)[..., 0]), weights
+        factor, mass, lse = factor * share, mass * share, whole.masked_fill(dead, -inf)
+    found = found.scaled(factor[..., 0])
+    return replace(found, total=mass[..., 0], mass=mass[..., 0], lse=lse[..., 0]), weights, factor
 
 
 def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
@@ -263,7 +288,7 @@ def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
     logs = proportions.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     entropy = -logs.mul_(proportions).sum(-1)
     most, place = largest(mass) if block.places else (mass.amax(-1, keepdim=True), None)
-    return _sums(weights, mass, total[..., 0], most, place, entropy, block)
+    return _sums(weights, mass, total[..., 0], most, place, entropy, block, logs)
 
 
 def _sums(
@@ -274,20 +299,25 @@ def _sums(
     place: Int[Tensor, "*b r 1"] | None,
     entropy: Float[Tensor, "*b r"],
     block: Block,
+    spare: Float[Tensor, "*b r c"],
 ) -> RowSums:
+    """All sums; `spare` is memory that may be written to."""
     signed = absolute is not weights
-    bands = [_band_sums(weights, signed, block, band) for band in block.bands]
+    bands = [_band_sums(weights, signed, block, band, spare) for band in block.bands]
     none = weights.new_zeros(*mass.shape, 0)
-    at, seen = (none, none.bool()) if block.targets is None else _gather(weights, block)
+    at = none if block.targets is None else _gather(weights, block.keys, block.targets)
+    seen = none.bool() if block.seen is None else block.seen.expand(at.shape)
     width = 0 if block.columns is None else block.columns.shape[-2]
-    where = torch.full_like(most, -1, dtype=torch.long) if place is None else block.keys[place]
+    where = mass.new_full((), -1, dtype=torch.long).expand(mass.shape)
+    if place is not None:
+        where = torch.where(most > 0, block.keys.index.to(place.device)[place], -1)[..., 0]
     return RowSums(
         total=mass if absolute is weights else weights.sum(-1),
         mass=mass,
         square=torch.linalg.vector_norm(weights, dim=-1).square(),
         entropy=entropy,
         largest=most[..., 0],
-        where=torch.where(most > 0, where, -1)[..., 0],
+        where=where,
         count=block.count().expand(mass.shape),
         at=at,
         seen=seen,
@@ -317,7 +347,9 @@ def largest(x: Float[Tensor, "*b r c"]) -> tuple[Float[Tensor, "*b r 1"], Int[Te
     return torch.where(later, rest, top), torch.where(later, after + chunks * CHUNK, place)
 
 
-def _band_sums(weights: Float[Tensor, "*b r c"], signed: bool, block: Block, band: Band) -> tuple[Tensor, Tensor]:
+def _band_sums(
+    weights: Float[Tensor, "*b r c"], signed: bool, block: Block, band: Band, spare: Float[Tensor, "*b r c"]
+) -> tuple[Tensor, Tensor]:
     """Σ|a| and Σ a X inside one band."""
     mass = weights.new_zeros(weights.shape[:-1])
     width = 0 if block.columns is None else block.columns.shape[-2]
@@ -325,19 +357,14 @@ def _band_sums(weights: Float[Tensor, "*b r c"], signed: bool, block: Block, ban
     for part, inside in block.pieces(band):
         piece = weights[..., part]
         if inside is not None:
-            piece = piece * inside.to(piece.dtype)
+            piece = torch.mul(piece, inside.to(piece.dtype), out=spare[..., part])
         mass += piece.abs().sum(-1) if signed else piece.sum(-1)
         if block.columns is not None:
             dot += block.columns[..., part] @ piece.mT
     return mass, dot.mT
 
 
-def _gather(weights: Float[Tensor, "*b r c"], block: Block) -> tuple[Float[Tensor, "*b r t"], Bool[Tensor, "*b r t"]]:
-    """The weights at the target keys, 0 for a target that is not among these keys; and whether they are seen."""
-    targets, keys = block.targets, block.keys
-    assert targets is not None
-    place = torch.searchsorted(keys, targets.contiguous()).clamp(max=len(keys) - 1)
-    found = keys[place] == targets
-    batch = broadcast_shapes(weights.shape[:-2], targets.shape[:-2])
-    at = weights.gather(-1, place.expand(*batch, *targets.shape[-2:])) * found
-    return at, (found & block.sees(place)).expand(at.shape)
+def _gather(weights: Float[Tensor, "*b r c"], keys: Keys, targets: Int[Tensor, "*#b r t"]) -> Float[Tensor, "*b r t"]:
+    """The weights at the target keys, 0 for a target that is not among these keys."""
+    place, found = keys.find(targets)
+    return weights.gather(-1, place.expand(*weights.shape[:-2], -1, -1)) * found
