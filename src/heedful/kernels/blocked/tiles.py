@@ -77,20 +77,21 @@ class Keys:
     FEW = 8  # up to so many intervals are faster copied one by one than gathered by index
 
     def __init__(self, spans: list[Span] | None = None, index: Tensor | None = None):
+        self.interval = spans[0] if spans is not None and len(spans) == 1 else None
+        """The first and the one after the last, where these are all the keys between; None where they are not."""
         self.spans = spans if spans is not None and len(spans) <= self.FEW else None
-        self.index = torch.cat([torch.arange(*span) for span in spans or []]) if index is None else index
+        self._all, self._given = spans or [], index
+
+    @cached_property
+    def index(self) -> Int[Tensor, " c"]:
+        return torch.cat([torch.arange(*span) for span in self._all]) if self._given is None else self._given
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index) if self.interval is None else self.interval[1] - self.interval[0]
 
     @property
     def last(self) -> int:
-        return int(self.index[-1])
-
-    @property
-    def interval(self) -> Span | None:
-        """The first and the one after the last, where these are all the keys between; None where they are not."""
-        return self.spans[0] if self.spans is not None and len(self.spans) == 1 else None
+        return int(self.index[-1]) if self.interval is None else self.interval[1] - 1
 
     def before(self, key: int) -> int:
         """How many are less than this one."""
@@ -113,7 +114,7 @@ class Keys:
         """x[…, keys, :], a view where the keys are one interval, else a copy (into `out`, where it is given)."""
         if self.spans is None:  # x[..., index, :] is four times slower
             return torch.index_select(x, -2, self.index.to(x.device), out=out)
-        parts = [x[..., start:stop, :] for start, stop in self.spans]
+        parts = [x.narrow(-2, start, stop - start) for start, stop in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2, out=out)
 
     def add(self, target: Float[Tensor, "*b m w"], part: Float[Tensor, "*b c w"]) -> None:
@@ -123,7 +124,7 @@ class Keys:
             return
         done = 0
         for start, stop in self.spans:
-            target[..., start:stop, :].add_(part[..., done : done + stop - start, :])
+            target.narrow(-2, start, stop - start).add_(part.narrow(-2, done, stop - start))
             done += stop - start
 
 
@@ -192,7 +193,8 @@ def tiles(
             step = min(hi - lo, max(1, most.scores // len(cols)))
             for start in range(lo, hi, step):
                 rows = slice(start, min(start + step, hi))
-                i, j = ids.query_positions[rows, None], ids.key_positions[cols.index]
+                i = ids.query_positions[rows, None]
+                j = ids.key_positions[cols.index if cols.interval is None else slice(*cols.interval)]
                 if segments is None:
                     mask, clear = last(pattern, start + m - n, cols, i, j)
                 else:
@@ -216,7 +218,7 @@ def with_axes(x: Tensor, axes: int, tail: int) -> Tensor:
 
 def pick(x: Tensor, index: tuple[int, ...]) -> Tensor:
     """x[index], where an axis of size 1 serves every index."""
-    return x[tuple(at if x.shape[axis] > 1 else 0 for axis, at in enumerate(index))]
+    return x[tuple(at if x.shape[axis] > 1 else 0 for axis, at in enumerate(index))] if index else x
 
 
 class _LastMask:
