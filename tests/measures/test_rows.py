@@ -254,6 +254,29 @@ def test_passes_that_share_memory_do_not_see_each_other():
         assert all(torch.equal(x, shared.tensors()[name]) for name, x in alone.tensors().items())
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_room_that_is_used_again_has_zeros_around_the_weights(inference, monkeypatch):
+    monkeypatch.setattr(scheduler, "ROWS", 8)
+    q, k = inputs()
+    scratch: dict[str, object] = {}
+    with torch.inference_mode(inference):
+        into = torch.full((2, HEADS, N, N), torch.nan, dtype=torch.float64)
+        window, sparse = h.Window(7), h.RandomBlocks(4, 1) & h.Causal()
+        for pattern in (h.Causal(), h.Causal(), window, window, sparse, sparse, None, sparse, h.Causal()):
+            if pattern is None:  # somebody else was here
+                into.fill_(torch.nan)
+                continue
+            for segments in (None, PACKED):
+                op = h.Softmax(pattern).operator(q, k, segments=segments)
+                op.row_sums(Request(into=into, scratch=scratch))
+                wanted = h.Softmax(pattern).matrix(q, k, segments=segments)
+                torch.testing.assert_close(into, wanted, rtol=0, atol=1e-12)
+            for _ in range(2):
+                op = h.Softmax(pattern).operator(k, q)
+                op.row_sums(Request(into=into, scratch=scratch))
+                torch.testing.assert_close(into, h.Softmax(pattern).matrix(k, q), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("c", [1, 63, 64, 128, 200, 1000])
 def test_the_largest_of_a_row_is_found_by_chunks_as_by_hand(c):
     x = torch.randint(0, 50, (3, 40, c), generator=torch.Generator().manual_seed(c)).double()  # with ties

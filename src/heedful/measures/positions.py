@@ -216,7 +216,7 @@ class Asked:
         columns: Float[Tensor, "*s m x"] | None = None,
         into: Float[Tensor, "*b n m"] | None = None,
         down: Float[Tensor, "*b m"] | None = None,
-        scratch: dict[str, Tensor] | None = None,
+        scratch: dict[str, Any] | None = None,
     ) -> Request:
         """One pass over the rows, which may multiply the bands by columns of others too, and leave the matrix."""
         wanted = self.cubes if columns is None else torch.cat([self.cubes, columns], -1)

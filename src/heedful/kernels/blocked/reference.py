@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -137,14 +137,14 @@ def _without_padding(
 class Work:
     """The inputs with equal numbers of batch axes, cut into tiles in the precision of the computation."""
 
-    def __init__(self, q, k, v, bias, pattern, segments, scale, scratch: dict[str, Tensor] | None = None):
+    def __init__(self, q, k, v, bias, pattern, segments, scale, scratch: dict[str, Any] | None = None):
         self.batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         self.q, self.k, self.v = self.inputs = tuple(with_axes(x, len(self.batch), 2) for x in (q, k, v))
         self.bias = None if bias is None else with_axes(bias, len(self.batch), 2)
         self.n, self.m = q.shape[-2], k.shape[-2]
         self.pattern, self.segments, self.scale = pattern, segments, scale
         self.dtype = torch.promote_types(q.dtype, torch.float32)
-        self.scratch: dict[str, Tensor] = {} if scratch is None else scratch
+        self.scratch: dict[str, Any] = {} if scratch is None else scratch
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """Memory that every tile uses again: fresh pages cost as much as the arithmetic on them."""

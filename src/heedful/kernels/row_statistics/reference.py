@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, log, prod
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ def row_statistics(
     request = _prepared(request, pattern, work.dtype)
     layout = resolve(segments, work.n, work.m, q.device)
     seen = None if request.targets is None else _seen(request.targets, layout, pattern)
+    around = request.into is not None and not _blank_around(request.into, pattern, segments, work.scratch)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
         first = None if segments is not None else tile.rows.start + work.m - work.n
@@ -60,12 +62,14 @@ def row_statistics(
             weights = rows.weights(scores, tile, bias, rows.parameters)
             part, factor = of_weights(weights, block), weights.new_ones(weights.shape[-2], 1)
         out.put(tile.batch, tile.rows, part)
-        if request.into is not None:
-            _leave(request.into, tile, weights, factor)
         if request.down is not None:  # a product takes half as long as a sum over rows
             tile.cols.add(pick(request.down, tile.batch)[..., None], (factor.mT @ weights).mT)
-    if request.into is not None and bool((out.count == 0).any()):  # such queries may be in no tile
-        request.into.masked_fill_((out.count == 0)[..., None], 0)
+        if request.into is not None:
+            _leave(request.into, tile, weights, factor, around)
+    if request.into is not None:
+        if bool((out.count == 0).any()):  # such queries may be in no tile
+            request.into.masked_fill_((out.count == 0)[..., None], 0)
+        work.scratch["left"] = request.into, _writes(request.into), None if segments is not None else pattern
     return replace(out, left=request.into is not None)
 
 
@@ -229,18 +233,43 @@ def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> 
 
 
 def _leave(
-    into: Float[Tensor, "*b n m"], tile: Tile, weights: Float[Tensor, "*b r c"], factor: Float[Tensor, "*#b r 1"]
+    into: Float[Tensor, "*b n m"],
+    tile: Tile,
+    weights: Float[Tensor, "*b r c"],
+    factor: Float[Tensor, "*#b r 1"],
+    around: bool,
 ) -> None:
-    """Whole rows of the matrix: the weights of a tile times a factor for each row, and zeros around them."""
+    """Rows of the matrix: the weights of a tile times a factor for each row, and zeros around them if they are not."""
     rows = pick(into, tile.batch)[..., tile.rows, :]
     if tile.cols.interval is None:
-        rows.zero_().index_copy_(-1, tile.cols.index.to(into.device), (weights * factor).to(into.dtype))
+        rows = rows.zero_() if around else rows
+        rows.index_copy_(-1, tile.cols.index.to(into.device), (weights * factor).to(into.dtype))
         return
     start, stop = tile.cols.interval
     torch.mul(weights, factor, out=rows[..., start:stop])
-    for rest in (rows[..., :start], rows[..., stop:]):
-        if rest.shape[-1]:
-            rest.zero_()
+    if around and start:
+        rows[..., :start].zero_()
+    if around and stop < rows.shape[-1]:
+        rows[..., stop:].zero_()
+
+
+def _blank_around(
+    into: Float[Tensor, "*b n m"], pattern: Pattern, segments: Segments | None, scratch: dict[str, Any]
+) -> bool:
+    """Whether the last pass left a matrix of the same pattern here, and nothing was written to it since."""
+    last, writes, known = scratch.get("left", (None, None, None))
+    return (
+        segments is None
+        and last is not None
+        and writes is not None
+        and (last.data_ptr(), last.shape, last.stride()) == (into.data_ptr(), into.shape, into.stride())
+        and (writes, known) == (_writes(into), pattern)
+    )
+
+
+def _writes(x: Tensor) -> int | None:
+    """How often x was written to; None where torch does not count."""
+    return None if x.is_inference() else x._version
 
 
 def _block(tile: Tile, request: Request, seen: Tensor | None, first: int | None, axes: int) -> Block:
