@@ -70,6 +70,7 @@ def row_statistics(
         if bool((out.count == 0).any()):  # such queries may be in no tile
             request.into.masked_fill_((out.count == 0)[..., None], 0)
         work.scratch["left"] = request.into, _writes(request.into), None if segments is not None else pattern
+    out = _normalised(out, rows) if isinstance(rows, SoftmaxRows) else out
     return replace(out, left=request.into is not None)
 
 
@@ -285,28 +286,42 @@ def _block(tile: Tile, request: Request, seen: Tensor | None, first: int | None,
 def _of_softmax(
     work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block
 ) -> tuple[RowSums, Tensor, Tensor]:
-    """The sums of a tile, and weights, which the next tile overwrites, with the factors that make them those of A.
+    """Sums of e, e itself, which the next tile overwrites, and the factors that make it rows of A.
 
     (On a CPU exp takes nearly three times as long as exp2, and a softmax twice.)
     """
     logits = rows.logits(scores, tile, bias, rows.parameters)
     top, place = largest(logits) if block.places else (logits.amax(-1, keepdim=True), None)
-    dead = top == -inf
-    logits = logits.sub_(top.masked_fill(dead, 0)).mul_(1 / log(2))
+    finite = torch.finfo(logits.dtype)
+    logits = logits.sub_(top.clamp(min=finite.min)).mul_(1 / log(2))  # a row of −∞ alone stays one
     weights = torch.exp2(logits, out=work.buffer("weights", *logits.shape))
     hidden = logits[..., tile.clear :] if bias is None and rows.bias_function is None else logits
-    hidden.clamp_(min=torch.finfo(logits.dtype).min / 2)  # 0 · −∞ is no number
-    total = weights.sum(-1, keepdim=True).masked_fill_(dead, 1)
-    factor, log_total = total.reciprocal(), total.log()
-    entropy = log_total - logits.mul_(weights).sum(-1, keepdim=True).mul_(log(2)).mul_(factor)
-    lse, mass = top + log_total, (~dead).to(top.dtype)
-    found = _sums(weights, weights, mass[..., 0], mass, place, entropy[..., 0], block, logits)
+    hidden.clamp_(min=finite.min / 2)  # 0 · −∞ is no number
+    total, product = weights.sum(-1, keepdim=True), logits.mul_(weights).sum(-1)
+    found = _sums(weights, weights, total[..., 0], total, place, product, block, logits)
+    factor = total.clamp(min=1).reciprocal()
     if rows.sink is not None:
-        whole = torch.logaddexp(lse, rows.sink_of(tile, scores, rows.parameters))
-        share = (lse - whole).masked_fill(dead, -inf).exp()
-        factor, mass, lse = factor * share, mass * share, whole.masked_fill(dead, -inf)
-    found = found.scaled(factor[..., 0])
-    return replace(found, total=mass[..., 0], mass=mass[..., 0], lse=lse[..., 0]), weights, factor
+        factor *= _beside(top + total.clamp(min=1).log(), rows.sink_of(tile, scores, rows.parameters))[0]
+    return replace(found, lse=top[..., 0]), weights, factor
+
+
+def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
+    """The sums of A from those of e, among which are t for the log-sum-exp and Σ e log₂ e for the entropy."""
+    assert found.lse is not None
+    total = found.total.clamp(min=1)
+    lse, mass = found.lse + total.log(), (found.lse != -inf).to(total.dtype)
+    entropy = total.log() - found.entropy * log(2) / total
+    if rows.sink is not None:
+        sink = with_axes(rows.sink, lse.ndim - 1, 0)[..., None].to(lse.dtype) / rows.temperature
+        mass, lse = _beside(lse, sink)
+    found = replace(found, largest=torch.ones_like(mass)).scaled(mass / total)
+    return replace(found, total=mass, mass=mass, entropy=entropy, lse=lse)
+
+
+def _beside(lse: Float[Tensor, "*b"], sink: Float[Tensor, "*#b"]) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
+    """What a sink leaves of the mass of a row, and the log-sum-exp with it; 0 and −∞ for a row that sees nothing."""
+    whole, dead = torch.logaddexp(lse, sink), lse == -inf
+    return (lse - whole).masked_fill(dead, -inf).exp(), whole.masked_fill(dead, -inf)
 
 
 def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
