@@ -50,18 +50,18 @@ def row_statistics(
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
     layout = resolve(segments, work.n, work.m, q.device)
-    seen = None if request.targets is None else _seen(request.targets, layout, pattern)
+    later = ("seen", "mass", "largest") if softmax else ("seen",)  # these are found for all tiles together
     around = request.into is not None and not _blank_around(request.into, pattern, segments, work.scratch)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
         first = None if segments is not None else tile.rows.start + work.m - work.n
-        block = _block(tile, request, seen, first, len(work.batch))
+        block = _block(tile, request, first, len(work.batch))
         if isinstance(rows, SoftmaxRows):
             part, weights, factor = _of_softmax(work, rows, scores, tile, bias, block)
         else:
             weights = rows.weights(scores, tile, bias, rows.parameters)
             part, factor = of_weights(weights, block), weights.new_ones(weights.shape[-2], 1)
-        out.put(tile.batch, tile.rows, part)
+        out.put(tile.batch, tile.rows, part, later)
         if request.down is not None:  # a product takes half as long as a sum over rows
             tile.cols.add(pick(request.down, tile.batch)[..., None], (factor.mT @ weights).mT)
         if request.into is not None:
@@ -71,7 +71,7 @@ def row_statistics(
             request.into.masked_fill_((out.count == 0)[..., None], 0)
         work.scratch["left"] = request.into, _writes(request.into), None if segments is not None else pattern
     out = _normalised(out, rows) if isinstance(rows, SoftmaxRows) else out
-    return replace(out, left=request.into is not None)
+    return replace(out, seen=_seen(out.seen, request, layout, pattern), left=request.into is not None)
 
 
 def objections(q, k, rows, pattern, segments, scale, request) -> list[str]:
@@ -100,7 +100,6 @@ def by_blocks(
     request = _prepared(request, pattern, wide)
     query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
     targets = None if request.targets is None else with_axes(request.targets, axes, 2)
-    seen = None if targets is None else _seen(targets, layout, pattern)
     columns = None if request.columns is None else with_axes(request.columns, axes, 2).mT
     keys = Keys([(0, m)])
     for lo in range(0, n, step):
@@ -117,18 +116,17 @@ def by_blocks(
             0,
             None,
             None if targets is None else targets[..., part, :],
-            None if seen is None else seen[..., part, :],
             columns,
             request.bands,
             request.places,
         )
         weights = rows(part).to(wide)
-        out.put((), part, of_weights(weights, block))
+        out.put((), part, of_weights(weights, block), ("seen",))
         if request.into is not None:
             request.into[..., part, :] = weights
         if request.down is not None:
             request.down.add_(weights.sum(-2))
-    return replace(out, left=request.into is not None)
+    return replace(out, seen=_seen(out.seen, request, layout, pattern), left=request.into is not None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,6 @@ class Block:
     clear: int
     first: int | None
     targets: Int[Tensor, "*#b r t"] | None
-    seen: Bool[Tensor, "*#b r t"] | None
     columns: Float[Tensor, "*#b x c"] | None
     bands: tuple[Band, ...]
     places: bool
@@ -205,20 +202,23 @@ class Block:
         return inside if most is None else inside & (offset <= most)
 
 
-def _seen(targets: Int[Tensor, "*#b n t"], layout: Layout, pattern: Pattern | None) -> Bool[Tensor, "*#b n t"]:
+def _seen(
+    none: Bool[Tensor, "*b n t"], request: Request, layout: Layout, pattern: Pattern | None
+) -> Bool[Tensor, "*b n t"]:
     """Whether pattern and segments let each query see its targets."""
     ids, key_ids, i, j = layout
-    if not key_ids.shape[-1]:
-        return torch.zeros_like(targets, dtype=torch.bool)
-    key = targets.clamp(0, key_ids.shape[-1] - 1)
+    if request.targets is None or not none.numel() or not key_ids.shape[-1]:
+        return none
+    key = request.targets.clamp(0, key_ids.shape[-1] - 1)
 
     def at(x):
         batch = broadcast_shapes(x.shape[:-1], key.shape[:-2])
         found = x.expand(*batch, -1).gather(-1, key.expand(*batch, -1, -1).flatten(-2))
         return found.unflatten(-1, key.shape[-2:])
 
-    seen = (key == targets) & (at(key_ids) == ids[..., None]) & (ids[..., None] >= 0)
-    return seen if pattern is None else seen & pattern.allows(i[..., None], at(j))
+    seen = (key == request.targets) & (at(key_ids) == ids[..., None]) & (ids[..., None] >= 0)
+    seen = seen if pattern is None else seen & pattern.allows(i[..., None], at(j))
+    return seen.expand(none.shape)
 
 
 def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> Request:
@@ -273,13 +273,13 @@ def _writes(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _block(tile: Tile, request: Request, seen: Tensor | None, first: int | None, axes: int) -> Block:
+def _block(tile: Tile, request: Request, first: int | None, axes: int) -> Block:
     targets, columns = request.targets, request.columns
-    if targets is not None and seen is not None:
-        targets, seen = (pick(with_axes(x, axes, 2), tile.batch)[..., tile.rows, :] for x in (targets, seen))
+    if targets is not None:
+        targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
     if columns is not None:
         columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
-    rest = targets, seen, columns, request.bands, request.places
+    rest = targets, columns, request.bands, request.places
     return Block(tile.i, tile.j, tile.cols, tile.mask, tile.clear, first, *rest)
 
 
@@ -350,9 +350,8 @@ def _sums(
     bands = [_band_sums(weights, signed, block, band, spare) for band in block.bands]
     none = weights.new_zeros(*mass.shape, 0)
     at = none if block.targets is None else _gather(weights, block.keys, block.targets)
-    seen = none.bool() if block.seen is None else block.seen.expand(at.shape)
     width = 0 if block.columns is None else block.columns.shape[-2]
-    where = mass.new_full((), -1, dtype=torch.long).expand(mass.shape)
+    where = torch.full_like(mass, -1, dtype=torch.long)
     if place is not None:
         where = torch.where(most > 0, block.keys.index.to(place.device)[place], -1)[..., 0]
     return RowSums(
@@ -364,7 +363,7 @@ def _sums(
         where=where,
         count=block.count().expand(mass.shape),
         at=at,
-        seen=seen,
+        seen=torch.empty_like(at, dtype=torch.bool),  # see _seen
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
         band_dot=torch.stack([x[1] for x in bands], -2) if bands else weights.new_zeros(*mass.shape, 0, width),
     )

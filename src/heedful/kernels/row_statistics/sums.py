@@ -89,12 +89,13 @@ class RowSums:
         lse = made.pop("lse") - torch.inf if softmax else None
         return cls(**{name: x for name, x in made.items() if name != "lse"}, lse=lse)
 
-    def put(self, batch: tuple[int, ...], rows: slice, part: RowSums) -> None:
+    def put(self, batch: tuple[int, ...], rows: slice, part: RowSums, without: tuple[str, ...] = ()) -> None:
         """Write a block of rows; `batch` indexes the leading batch axes, as in a tile."""
         axis = self.total.ndim - 1 - len(batch)
         start, stop, _ = rows.indices(self.total.shape[-1])
-        for name, mine in self.tensors().items():  # an assignment to a slice takes twice as long
-            pick(mine, batch).narrow(axis, start, stop - start).copy_(getattr(part, name))
+        for name, mine in self.tensors().items():
+            if name not in without:  # an assignment to a slice takes twice as long
+                pick(mine, batch).narrow(axis, start, stop - start).copy_(getattr(part, name))
 
     def scaled(self, by: Float[Tensor, "*b n"]) -> RowSums:
         """The sums of by_i · a_i for factors ≥ 0; the entropy, which is of proportions, stays."""
