@@ -28,7 +28,8 @@ class Request:
     into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
     down      zeros to which the sums of the columns are added, where the matrix is left
     places    whether the key of each row's largest weight is wanted, which a CPU finds no faster than a softmax
-    scratch   memory that passes which follow one another may use again; a backend keeps there what it likes
+    scratch   memory that passes which follow one another may use again; a backend keeps there what it likes,
+              what it knows of `into` too
     """
 
     targets: Int[Tensor, "*#b n t"] | None = None
