@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from math import inf, log2
 
-from heedful.bench.rows import Row
+from heedful.bench.rows import Row, machine
 from heedful.bench.setting import BOTH, FORWARD
 from heedful.bench.tables import crossovers
 
@@ -69,8 +69,7 @@ def crossover_svg(rows: Sequence[Row]) -> str:
 
 def _subtitle(rows: Sequence[Row]) -> str:
     row = rows[0]
-    threads = f"{row['threads']} thread" + "s" * (row["threads"] != 1)
-    return f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {row['cpu']}, {threads}, torch {row['torch']}"
+    return f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {machine(row)}, torch {row['torch']}"
 
 
 def _order(by: dict, entry: str) -> tuple[float, float]:

@@ -33,8 +33,16 @@ def provenance(setting: Setting) -> Row:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": cpu(),
+        "gpu": torch.cuda.get_device_name() if setting.device == "cuda" else None,
         **asdict(setting),
     }
+
+
+def machine(row: Row) -> str:
+    """What did the work of a row: the card, or the processor and its threads."""
+    if row.get("gpu"):
+        return row["gpu"]
+    return f"{row['cpu']}, {row['threads']} thread" + "s" * (row["threads"] != 1)
 
 
 def version(package: str | None) -> str | None:

@@ -8,7 +8,7 @@ from math import inf
 from heedful.bench.cases import CASES, Case
 from heedful.bench.fits import Fit, crossover, growth
 from heedful.bench.peers import DENSE, DENSE_CAUSAL
-from heedful.bench.rows import Row
+from heedful.bench.rows import Row, machine
 from heedful.bench.setting import BOTH, FORWARD, PASSES
 
 DENSE_NAMES = (DENSE_CAUSAL.name, DENSE.name)
@@ -28,13 +28,9 @@ def setting_line(rows: Sequence[Row]) -> str:
     """What all rows have in common."""
     row = rows[0]
     return (
-        f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {_threads(row)}, {row['clock']} time\n"
-        f"{row['cpu']}; torch {row['torch']}, commit {row['commit']}"
+        f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {row['clock']} time\n"
+        f"{machine(row)}; torch {row['torch']}, commit {row['commit']}"
     )
-
-
-def _threads(row: Row) -> str:
-    return f"{row['threads']} thread" + "s" * (row["threads"] != 1)
 
 
 def _ms(seconds: float | None) -> str:
