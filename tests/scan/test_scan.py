@@ -380,6 +380,30 @@ def test_memory_that_does_not_do_is_told_in_a_sentence():
     torch.zeros(2**20)  # the limit is gone
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux bounds what a process takes")
+def test_records_are_written_outside_the_bound_on_memory(model, tmp_path, monkeypatch):
+    """polars ends the process where memory is refused to it."""
+    import resource
+
+    from heedful.scan import run
+    from heedful.scan.memory import lifted, limited
+
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    with pytest.raises(MemoryError, match="did not do"), limited(resident + 2**28):
+        with lifted():
+            torch.empty(2**28)
+        torch.empty(2**28)
+    free, seen, write = resource.getrlimit(resource.RLIMIT_AS)[0], [], run._write
+
+    def watched(*args):
+        seen.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+        write(*args)
+
+    monkeypatch.setattr(run, "_write", watched)
+    scan(model, None, tiny.ids(2, 24), memory=resident + 2**32, out=tmp_path / "run")
+    assert seen == [free, free]
+
+
 def test_models_of_sixteen_bits_are_measured_in_thirty_two(model, tmp_path):
     texts = tiny.ids(1, 24)
     found = scan(tiny.llama().to(torch.bfloat16), None, texts, against=tiny.llama(), out=tmp_path / "run")

@@ -64,5 +64,36 @@ def limited(memory: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Inside, no bound holds: for those who can't be refused memory. (polars ends the process.)
+
+    What they keep is not counted afterwards.
+    """
+    try:
+        import resource
+    except ImportError:  # then nothing was bounded
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        yield
+        return
+    before = _mapped()
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        wanted = soft + max(0, _mapped() - before)
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _mapped() -> int:
+    """Bytes of address space."""
+    import resource
+
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def _size(count: int) -> str:
     return f"{count / 2**30:.3g} GiB"

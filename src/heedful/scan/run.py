@@ -27,7 +27,7 @@ from heedful.hf import Refused
 from heedful.records import Run
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
-from heedful.scan.memory import limited
+from heedful.scan.memory import lifted, limited
 from heedful.scan.result import Scan
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
@@ -113,7 +113,8 @@ def scan(
         gpus = int(torch.device(device).type == "cuda")
         work = engines.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
         for result in work:
-            _write(result, run, beside)
+            with lifted():
+                _write(result, run, beside)
             plan.note(result)
             tick.next()
             if plan.precise():
