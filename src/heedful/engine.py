@@ -65,6 +65,17 @@ def run(
         yield from _spread(ray, make, items, workers, gpus)
 
 
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    """Inside, torch splits its operations among so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _spread(ray: Any, make: Callable, items: Iterable[Item], workers: int | None, gpus: int) -> Iterator[Any]:
     threads = torch.get_num_threads()
     count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)

@@ -6,9 +6,10 @@ import pytest
 import tiny
 import torch
 
+from heedful.engine import using
 from heedful.hf import Refused
 from heedful.scan import scan, team, work
-from heedful.scan.team import Team, using
+from heedful.scan.team import Team
 
 
 @pytest.fixture(autouse=True)

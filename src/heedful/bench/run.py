@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-
-import torch
 
 from heedful.bench import tables
 from heedful.bench.cases import CASES, SIZES
@@ -30,6 +28,7 @@ from heedful.bench.plot import crossover_svg
 from heedful.bench.rows import Journal, Row, provenance
 from heedful.bench.setting import PASSES, Setting
 from heedful.bench.timing import Pace
+from heedful.engine import using
 from heedful.mechanisms import CATALOG
 
 TABLES = ("peers", "growth", "memory")
@@ -89,7 +88,7 @@ def run(plan: Plan) -> dict[str, list[Row]]:
     entries = [entry for name, entry in CATALOG.items() if not plan.only or name in plan.only]
     journals = {table: plan.journal(table) for table in TABLES}
     limit = nullcontext() if plan.on_gpu else limited_memory()  # a GPU maps far more than it takes
-    with warnings.catch_warnings(), limit, _threads(plan.setting.threads):
+    with warnings.catch_warnings(), limit, using(plan.setting.threads):
         warnings.simplefilter("ignore")  # peers warn about what they were written for
         for table in plan.tables:
             setting, journal = plan.setting_of(table), journals[table]
@@ -114,16 +113,6 @@ def run(plan: Plan) -> dict[str, list[Row]]:
             if not plan.only and not plan.sizes:
                 journal.forget_others()
     return {table: journal.rows() for table, journal in journals.items()}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:

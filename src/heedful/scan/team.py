@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from heedful.engine import using
+
 Result = TypeVar("Result")
 
 MOST = 8  # threads that measure: more would wait for each other's Python
@@ -102,14 +104,3 @@ class Team:
     def _alike(self, work: Callable[[], Result]) -> Result:
         with using(self._each), torch.no_grad():
             return work()
-
-
-@contextmanager
-def using(threads: int) -> Iterator[None]:
-    """Inside, torch splits its operations among so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
