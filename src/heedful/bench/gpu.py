@@ -31,6 +31,8 @@ from heedful.mechanisms.softmax import Softmax
 from heedful.mechanisms.strided import StridedSoftmax
 from heedful.nn.attention import Attention
 from heedful.patterns import Causal, Full, Window
+from heedful.random_features import FavorPlus
+from heedful.shapes import Tensor
 
 GPU_KEY = ("work", "size", "contender", "pass")
 RATE = 700e12
@@ -87,11 +89,38 @@ def _fla(normalise: bool, setting: Setting, n: int) -> Work:
             q, k = F.elu(q) + 1, F.elu(k) + 1
         return chunk_linear_attn(q, k, v, scale=1.0, normalize=normalise)[0]
 
-    return Work(run, [x.transpose(1, 2).contiguous() for x in setting.draw(n)])
+    return Work(run, _tokens_first(setting, n))
 
 
-def fla(normalise: bool) -> Contender:
-    return Contender("fla", partial(_fla, normalise), package="flash-linear-attention", module="fla", same=False)
+def _fla_retention(setting: Setting, n: int) -> Work:
+    """Its decays are its own, one for each head."""
+    from fla.ops.retention import chunk_retention
+
+    return Work(lambda q, k, v: chunk_retention(q, k, v, scale=1.0)[0], _tokens_first(setting, n))
+
+
+def _fla_favor(setting: Setting, n: int) -> Work:
+    """Features in torch, attention by fla."""
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    features = FavorPlus(setting.d, 256, setting.seed).to(setting.device)
+
+    def run(q, k, v):
+        q, k = features.query(q).to(v.dtype), features.key(k).to(v.dtype)
+        return chunk_linear_attn(q, k, v, scale=1.0)[0]
+
+    return Work(run, _tokens_first(setting, n))
+
+
+def _tokens_first(setting: Setting, n: int) -> list[Tensor]:
+    return [x.transpose(1, 2).contiguous() for x in setting.draw(n)]
+
+
+def fla(make: Callable[[Setting, int], Work], name: str = "fla") -> Contender:
+    return Contender(name, make, package="flash-linear-attention", module="fla", same=False)
+
+
+FLA_NORMALISED, FLA_RAW = fla(partial(_fla, True)), fla(partial(_fla, False))
 
 
 def _window_mask(b, h, i, j):
@@ -169,14 +198,17 @@ WINDOW = Softmax(Window(511))
 
 GPU_CASES = (
     GpuCase("causal linear, elu + 1, normalised", 1, 65536, Contender("heedful", attend(LINEAR)),
-            (fla(True), DENSE_CAUSAL), (0.35, 1.3), LINEAR),
-    GpuCase("the same", 4, 8192, Contender("heedful", attend(LINEAR)), (DENSE_CAUSAL,), (0.20, 0.80), LINEAR),
-    GpuCase("the same", 8, 2048, Contender("heedful", attend(LINEAR)), (DENSE_CAUSAL,), (0.12, 0.50), LINEAR),
-    GpuCase("unnormalised, features given", 1, 65536, Contender("heedful", attend(RAW)), (fla(False),),
+            (FLA_NORMALISED, DENSE_CAUSAL), (0.35, 1.3), LINEAR),
+    GpuCase("the same", 4, 8192, Contender("heedful", attend(LINEAR)), (FLA_NORMALISED, DENSE_CAUSAL), (0.20, 0.80),
+            LINEAR),
+    GpuCase("the same", 8, 2048, Contender("heedful", attend(LINEAR)), (FLA_NORMALISED, DENSE_CAUSAL), (0.12, 0.50),
+            LINEAR),
+    GpuCase("unnormalised, features given", 1, 65536, Contender("heedful", attend(RAW)), (FLA_RAW,),
             (0.30, 1.2), RAW),
-    GpuCase("retention", 1, 65536, Contender("heedful", attend(RETENTION)), (), (0.35, 1.3), RETENTION),
+    GpuCase("retention", 1, 65536, Contender("heedful", attend(RETENTION)), (fla(_fla_retention),),
+            (0.35, 1.3), RETENTION),
     GpuCase("FAVOR+ m = 256, causal", 1, 65536, Contender("heedful", favor(Causal())),
-            (peers.PERFORMER_CAUSAL,), (2.5, 8.0)),
+            (peers.PERFORMER_CAUSAL, fla(_fla_favor, "features in torch, fla")), (2.5, 8.0)),
     GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0)),
     GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
             (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
