@@ -146,6 +146,36 @@ def test_code_of_a_model_is_not_run_unless_asked_for(folder, text, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaModel
+
+class Config(LlamaConfig):
+    model_type = "strange"
+
+class Model(LlamaModel):
+    config_class = Config
+"""
+
+
+def test_a_model_with_code_of_its_own_is_scanned_where_that_is_asked_for(folder, text, tmp_path, monkeypatch):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    strange = tiny.saved(tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
+    (strange / "config.json").write_text(json.dumps(config))
+    (strange / "code.py").write_text(OWN_CODE)
+    found = []
+    for model, asked in ((strange, ["--trust-remote-code"]), (tiny.saved(tmp_path / "plain"), [])):
+        out = tmp_path / f"run of {model.name}"
+        code, _, said = heedful("scan", model, "--texts", text, "--lengths", 16, "--out", out, *asked)
+        assert code == 0, said
+        found.append(Scan.open(out).table())
+    own, plain = found
+    assert own.height == 8 and own["rank90"].equals(plain["rank90"]) and own["entropy"].equals(plain["entropy"])
+
+
 def test_a_full_disk_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     paths = []
     for at in range(3):
