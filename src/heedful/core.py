@@ -175,7 +175,7 @@ class Mechanism(nn.Module, ABC):
             adjoint,
             lambda: self.matrix(q, k, segments=segments),
             lambda request: self.row_sums(q, k, request, segments=segments),
-            resolve(segments, q.shape[-2], k.shape[-2], q.device),
+            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
             lambda: self.formed(q, k, segments=segments),
             lambda: self._raised(q, k, segments),
         )
@@ -192,7 +192,7 @@ class Mechanism(nn.Module, ABC):
             adjoint,
             lambda: self.matrix(q.float(), k.float(), segments=segments),
             lambda request: self.raised_row_sums(q, k, request, segments=segments),
-            resolve(segments, q.shape[-2], k.shape[-2], q.device),
+            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
             lambda: self.formed(q.float(), k.float(), segments=segments),
         )
 

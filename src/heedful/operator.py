@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import final
 
 import torch
@@ -47,9 +48,19 @@ class AttentionOperator:
         self._adjoint = adjoint
         self._dense = dense
         self._row_sums = row_sums
-        self.layout = resolve(None, self.shape[-2], self.shape[-1], device) if layout is None else layout
+        self._layout = layout
         self._formed = dense if formed is None else formed
         self._raised = raised
+
+    @property
+    def is_one_segment(self) -> bool:
+        """Whether it was made without segments: all queries see the same tokens before them."""
+        return self._layout is None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Ids and positions of queries and keys."""
+        return resolve(None, *self.shape[-2:], self.device) if self._layout is None else self._layout
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""
@@ -83,7 +94,7 @@ class AttentionOperator:
             self._adjoint,
             self._apply,
             lambda: self._dense().mT,
-            layout=Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
+            layout=None if self.is_one_segment and n == m else Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
             formed=lambda: self._formed().mT,
             raised=lambda: self.float().mT,
         )

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
 
 import torch
 
@@ -22,6 +24,7 @@ from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.measures.places import Places
 from heedful.measures.render import Measurement, by_query
 from heedful.operator import AttentionOperator
+from heedful.segments import resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
 SHOWN_OFFSETS = 3  # columns of a printed table that offsets may take
@@ -122,8 +125,7 @@ def statistics_into(
     check_count("first", first)
     check_count("last", last)
     band = None if window is None else _band(window)
-    places = Places(op.layout)
-    targets = torch.cat([places.at_offset(offsets), places.first(first), places.last(last)], -1)
+    targets = _targets(op, offsets, first, last)
     sums = checked_sums(op, Request(targets, () if band is None else (band,), into=into))
     at_offset, at_first, at_last = sums.at.abs().split([len(offsets), first, last], -1)
     found = RowStatistics(
@@ -142,6 +144,26 @@ def statistics_into(
         log_sum_exp=sums.lse,
     )
     return found, sums.left
+
+
+def _targets(op: AttentionOperator, offsets: tuple[int, ...], first: int, last: int) -> Int[Tensor, "*s n t"]:
+    """The keys at the offsets from each query, the first ones and the last ones of its segment."""
+    if op.is_one_segment:
+        return _plain_targets(*op.shape[-2:], op.device, offsets, first, last)
+    return _chosen(Places(op.layout), offsets, first, last)
+
+
+@lru_cache(2)
+def _plain_targets(
+    n: int, m: int, device: torch.device, offsets: tuple[int, ...], first: int, last: int
+) -> Int[Tensor, "n t"]:
+    """The same for all heads of a length: on a GPU forty launches to find them would cost as much as the sums."""
+    with torch.inference_mode(False):  # what is kept may meet a gradient later
+        return _chosen(Places(resolve(None, n, m, device)), offsets, first, last)
+
+
+def _chosen(places: Places, offsets: tuple[int, ...], first: int, last: int) -> Int[Tensor, "*s n t"]:
+    return torch.cat([places.at_offset(offsets), places.first(first), places.last(last)], -1)
 
 
 def over_rows(x: Float[Tensor, "*b n"], seeing: Bool[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
@@ -183,7 +205,10 @@ def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
 def checked_sums(op: AttentionOperator, request: Request) -> RowSums:
     """The sums, or an error where a row has weights that are no numbers."""
     sums = op.row_sums(request)
-    bad = ~torch.isfinite(sums.mass + sums.square + sums.entropy)
+    whole = (sums.mass + sums.square + sums.entropy).detach()
+    if isfinite(whole.sum(dtype=torch.float64).item()):  # one number to wait for, where all is well
+        return sums
+    bad = ~torch.isfinite(whole)
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(

@@ -49,22 +49,26 @@ def row_statistics(
     where = intervals(reach, n, m, segments, q.device)
     with on_device(q):
         level, square, entropy, largest, place = _walk(q, k, where, scale, rows.softcap, batch)
-        seen = level < inf
-        out = RowSums.blank(batch, n, request, torch.float32, q.device, softmax=True)
-        out = replace(
-            out,
-            total=seen.float(),
-            mass=seen.float(),
+        some = level < inf
+        mass = some.float()
+        at, seen = level.new_empty(*batch, n, 0), some.new_empty(*batch, n, 0)
+        if request.targets is not None:
+            at, seen = _at(q, k, where, scale, rows.softcap, level, request.targets)
+        bands, width = len(request.bands), 0 if request.columns is None else request.columns.shape[-1]
+        out = RowSums(
+            total=mass,
+            mass=mass,
             square=square,
             entropy=entropy,
             largest=largest,
             where=place.long(),
-            count=_count(where).expand(*batch, n).clone(),
-            lse=level.masked_fill(~seen, -inf).mul_(log(2)),
+            count=where.counts.expand(*batch, n).clone(),
+            at=at,
+            seen=seen,
+            band_mass=level.new_zeros(*batch, n, bands),
+            band_dot=level.new_zeros(*batch, n, bands, width),
+            lse=torch.where(some, level * log(2), -inf),
         )
-        if request.targets is not None:
-            at, seen = _at(q, k, where, scale, rows.softcap, level, request.targets)
-            out = replace(out, at=at, seen=seen)
         for index, band in enumerate(request.bands):
             _fill_band(out, index, q, k, inside(where, n, m, *band), scale, rows.softcap, level, request.columns)
     return out if rows.sink is None else _with_sink(out, rows.sink / rows.temperature)
@@ -92,24 +96,15 @@ def _walk(q, k, where: Intervals, scale: float, cap: float | None, batch) -> lis
     return [x.reshape(*batch, -1) for x in found]
 
 
-def _bounds(where: Intervals) -> tuple[Tensor, ...]:
-    """lo, hi, start, stop of every query, (*s, n); empty where there is nothing."""
-    lo, hi, start, stop = where.rows.long().unbind(-2)
-    return lo, torch.maximum(lo, hi), start, torch.maximum(start, stop)
-
-
-def _count(where: Intervals) -> Tensor:
-    lo, hi, start, stop = _bounds(where)
-    return hi - lo + stop - start
-
-
 def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, targets: Tensor):
     """The weights at the targets, 0 where a query does not see its target; and where it does."""
     batch, n = level.shape[:-1], level.shape[-1]
     targets = targets.expand(*batch, *targets.shape[-2:])
-    lo, hi, start, stop = (x[..., None] for x in _bounds(where))
-    seen = ((targets >= lo) & (targets < hi)) | ((targets >= start) & (targets < stop))
-    places, out = targets.clamp(min=0), level.new_zeros(targets.shape)
+    lo, hi, start, stop = (x[..., None] for x in where.bounds)
+    seen = (targets >= lo) & (targets < hi)
+    if not where.reach.is_plain:
+        seen |= (targets >= start) & (targets < stop)
+    places, parts = targets.clamp(min=0), []
     q, k = (x.expand(*batch, *x.shape[-2:]) for x in (q, k))
     step = max(1, GATHERED // max(1, targets[..., :1, :].numel() * k.shape[-1]))
     for first in range(0, n, step):
@@ -119,8 +114,9 @@ def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, 
         scores = (keys * q[..., part, None, :].float()).sum(-1) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        out[..., part, :] = torch.exp2(scores * launches.LOG2E - level[..., part, None])
-    return out.masked_fill_(~seen, 0), seen
+        parts.append(torch.exp2(scores * launches.LOG2E - level[..., part, None]))
+    weights = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    return torch.where(seen, weights, 0), seen
 
 
 def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, level: Tensor, columns) -> None:

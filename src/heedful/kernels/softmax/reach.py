@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -118,6 +118,18 @@ class Intervals:
     first_keys: int
     segmented: bool
     reach: Reach
+
+    @cached_property
+    def bounds(self) -> tuple[Int[Tensor, "*s n"], ...]:
+        """lo, hi, start, stop of every query; hi = lo and stop = start where there is nothing."""
+        lo, hi, start, stop = self.rows.long().unbind(-2)
+        return lo, torch.maximum(lo, hi), start, torch.maximum(start, stop)
+
+    @cached_property
+    def counts(self) -> Int[Tensor, "*s n"]:
+        """How many keys each query sees."""
+        lo, hi, start, stop = self.bounds
+        return hi - lo + stop - start
 
 
 def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: torch.device) -> Intervals:
