@@ -31,8 +31,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.shapes import Float, Int, Tensor
 
+MANY = 4096  # steps that take longer to sort than all else that is done with them
 LOST = 8  # epsilons: a direction that is no longer is rounding
 CHUNK = {"cpu": 1 << 12, "cuda": 1 << 16}  # rows that a product is accumulated over in float64 at a time
 
@@ -85,26 +86,6 @@ def orthonormal(
     return q if bool((inside.square().sum((-2, -1)) < torch.finfo(x.dtype).eps).all()) else torch.linalg.qr(q)[0]
 
 
-def orthonormal_by_products(
-    x: Float[Tensor, "*b n p"], basis: Float[Tensor, "*b k n"], size: Float[Tensor, "*b"]
-) -> tuple[Float[Tensor, "*b n p"], Bool[Tensor, "*b"]]:
-    """The same by products alone, which a GPU is quick at, unlike Householder's many small steps; and where it is so.
-
-    x R⁻¹ with RᵀR = xᵀx in float64, after a second projection. A part in `basis` that rounding left grows by the
-    condition of x, so where that is large, or a direction is all rounding, this does not do. Nothing waits for the GPU.
-    """
-    wide = (x - basis.mT @ (basis @ x)).double()
-    inner = wide.mT @ wide
-    factor, failed = torch.linalg.cholesky_ex(inner, upper=True)
-    lengths = factor.diagonal(dim1=-2, dim2=-1)
-    least = torch.maximum(
-        LOST * torch.finfo(x.dtype).eps * size[..., None], 1e-3 * inner.diagonal(dim1=-2, dim2=-1).sqrt()
-    )
-    identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device).expand_as(factor)
-    inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
-    return (wide @ inverse).to(x.dtype), (failed == 0) & (lengths > least).all(-1)
-
-
 class Ritz(NamedTuple):
     """What a sketch says of the first values."""
 
@@ -133,13 +114,12 @@ class Sketch:
         self._image = torch.empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
         self._gram = torch.empty(*batch, self.most, self.most, dtype=torch.float64, device=op.device)
         self.products = 0
-        self._begin(careful=op.device.type == "cpu")
+        self._begin()
 
-    def _begin(self, careful: bool) -> None:
+    def _begin(self) -> None:
         *batch, n, m = self.op.shape
         self.generator = torch.Generator(self.op.device).manual_seed(self.seed)
-        self.careful, self.width = careful, 0
-        self._sound = torch.ones(batch, dtype=torch.bool, device=self.op.device)
+        self.width = 0
         size = m, min(self.block, self.most)
         start = torch.randn(size, dtype=self.op.dtype, device=self.op.device, generator=self.generator)
         self._start = self._next = (self.op @ start).expand(*batch, n, -1)
@@ -164,7 +144,7 @@ class Sketch:
         """One block more: as many products with Aᵀ and with A as it has columns."""
         p = min(self.block, self.most - self.width)
         new = slice(self.width, self.width + p)
-        u = self._orthonormal(self._next[..., :p])
+        u = orthonormal(self._next[..., :p], self.basis, self._size, self.generator)
         w = self.op.mT @ u
         self._basis[..., new, :] = u.mT
         self._image[..., new, :] = w.mT
@@ -178,13 +158,6 @@ class Sketch:
         self._next = (z.mT - (self.basis @ z).mT @ self.basis).mT
         self.products += 2 * p
 
-    def _orthonormal(self, x: Float[Tensor, "*b n p"]) -> Float[Tensor, "*b n p"]:
-        if self.careful:
-            return orthonormal(x, self.basis, self._size, self.generator)
-        u, sound = orthonormal_by_products(x, self.basis, self._size)
-        self._sound &= sound
-        return u
-
     @property
     def gram(self) -> Float[Tensor, "*b k k"]:
         """WᵀW"""
@@ -193,22 +166,25 @@ class Sketch:
     @property
     def captured(self) -> Float[Tensor, "*b"]:
         """Σ θ_i² = ‖W‖²."""
-        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1).cpu()
+        return self._captured.cpu()
+
+    @property
+    def _captured(self) -> Float[Tensor, "*b"]:
+        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)
 
     @property
     def defect(self) -> Float[Tensor, "*b"]:
         """‖UᵀU − 1‖: how far U is from orthonormal."""
+        return self._defect.cpu()
+
+    @property
+    def _defect(self) -> Float[Tensor, "*b"]:
         inner = (self.basis @ self.basis.mT).double()
         inner.diagonal(dim1=-2, dim2=-1).sub_(1)
-        return torch.linalg.matrix_norm(inner).cpu()
+        return torch.linalg.matrix_norm(inner)
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
-        if not (self.careful or bool(self._sound.all())):
-            width = self.width
-            self._begin(careful=True)
-            while self.width < width:
-                self.grow()
         squares, vectors = torch.linalg.eigh(self.gram)
         p = self._next.shape[-1]
         # Only the last block has a residual: those before it are in the span of the blocks that they made.
@@ -229,7 +205,7 @@ class Sketch:
         """The sketch of some of the heads of a batch (b, n, m)."""
         part = copy(self)
         part.op = taken(self.op, heads)
-        for name in ("_basis", "_image", "_gram", "_sound", "_next", "_size", "_start"):
+        for name in ("_basis", "_image", "_gram", "_next", "_size", "_start"):
             setattr(part, name, getattr(self, name)[heads])
         return part
 
@@ -365,11 +341,16 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
     norm = torch.minimum(norm, residual)[..., None]
     best = torch.minimum(known + torch.minimum(ranks * norm, residual[..., None]), total)
     cut = _cuts(ritz, norm)
-    before = torch.minimum(ranks, cut.above)
+    extra = sqrt(ritz.block) * cut.coupling
+    before = torch.minimum(ranks[:k], cut.above)
     whole = sums[..., None, :].expand(*cut.above.shape[:-1], -1)
-    bounds = whole.gather(-1, before) + (ranks - before) * cut.level + sqrt(ritz.block) * cut.coupling
-    best = torch.minimum(best, bounds.amin(-2))
-    best[..., :k] = torch.minimum(best[..., :k], sums[..., 1:] + cut.gained)
+    bounds = whole.gather(-1, before) + (ranks[:k] - before) * cut.level + extra
+    best[..., :k] = torch.minimum(torch.minimum(best[..., :k], bounds.amin(-2)), sums[..., 1:] + cut.gained)
+    # Beyond the sketch each bound is a straight line. One line after the other: all at once would wake every thread.
+    start, beyond, rest = whole.gather(-1, cut.above), ranks[k:], best[..., k:]
+    for at in range(cut.above.shape[-2]):
+        line = start[..., at, :] + (beyond - cut.above[..., at, :]) * cut.level[..., at, :] + extra[..., at, :]
+        torch.minimum(rest, line, out=rest)
     return best
 
 
@@ -437,7 +418,14 @@ def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n:
     places = torch.cat([places, torch.full_like(left, n)], -1)
     sums = torch.cat([sums, energy[..., None]], -1)
     steps = _at_ranks(places, sums, n).diff(dim=-1, prepend=torch.zeros_like(left))
-    return steps.sort(-1, descending=True).values.cumsum(-1)
+    return _falling(steps).cumsum(-1)
+
+
+def _falling(steps: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+    """The same steps, the largest first; but for rounding they nearly always are, and many are seen to be so sooner."""
+    if steps.shape[-1] > MANY and bool((steps.diff(dim=-1) <= 1e-13 * steps[..., :1]).all()):
+        return steps
+    return steps.sort(-1, descending=True).values
 
 
 def _at_ranks(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], n: int) -> Float[Tensor, "*b n"]:

@@ -60,7 +60,8 @@ class AttentionOperator:
     @cached_property
     def layout(self) -> Layout:
         """Ids and positions of queries and keys."""
-        return resolve(None, *self.shape[-2:], self.device) if self._layout is None else self._layout
+        *_, n, m = self.shape
+        return resolve(None, n, m, self.device) if self._layout is None else self._layout
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
         """A x by the mechanism's fast path; x is (*batch, m, columns), or a vector (m,)."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import heedful as h
 from heedful import linalg
-from heedful.measures import numerical_rank, row_correlation, search
+from heedful.measures import launched, numerical_rank, row_correlation, search
 
 ROUTES = {
     "exact": {},
@@ -415,37 +415,58 @@ def test_columns_made_orthonormal_by_products():
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(2, 500, 7, generator=generator))[0].mT
     x = torch.randn(2, 500, 20, generator=generator)
-    x = x - basis.mT @ (basis @ x)
-    made, sound = linalg.orthonormal_by_products(x, basis, x.norm(dim=(-2, -1)))
-    assert sound.all() and ((made.mT @ made - torch.eye(20)).abs() < 1e-5).all()
-    assert (basis @ made).abs().max() < 1e-5
-    assert torch.allclose(made @ (made.mT @ x), x, atol=1e-4)  # the same span
+    x = launched.without(launched.without(x, basis), basis)
+    rows, made = launched.orthonormal_rows(x, x.norm(dim=(-2, -1)), torch.eye(24, dtype=torch.float64))
+    assert launched.sound([made]).all() and ((rows @ rows.mT - torch.eye(20)).abs() < 1e-12).all()
+    assert (basis.double() @ rows.mT).abs().max() < 1e-5
+    assert torch.allclose(rows.mT @ (rows @ x.double()), x.double(), atol=1e-10)  # the same span
 
 
 def test_columns_that_depend_on_each_other_are_not_made_orthonormal_by_products():
     x = torch.randn(4, 500, 20, generator=torch.Generator().manual_seed(0))
-    size = x.norm(dim=(-2, -1))
+    size, one = x.norm(dim=(-2, -1)), torch.eye(20, dtype=torch.float64)
+    well = launched.orthonormal_rows(x, size, one)[1]
     x[1, :, 3] = x[1, :, 4] * (1 + 1e-7)
     x[2] *= 0
     x[3] *= 1e-7  # what is left of it is rounding
-    sound = linalg.orthonormal_by_products(x, x[:, :0].reshape(4, 0, 500), size)[1]
-    assert sound.tolist() == [True, False, False, False]
+    ill = launched.orthonormal_rows(x, size, one)[1]
+    assert launched.sound([well]).all()
+    assert launched.sound([well, ill]).tolist() == launched.sound([ill, well]).tolist() == [True, False, False, False]
 
 
-def test_a_sketch_by_products_begins_anew_where_they_do_not_do(monkeypatch):
+@pytest.mark.parametrize("shape", [(300, 320), (2, 300, 300), (2, 1, 250, 250)])
+def test_a_launched_sketch_is_the_same_sketch(shape):
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).tril()
+    one, two = linalg.Sketch(a, block=16, most=88), launched.LaunchedSketch(a, block=16, most=88)
+    for width in (32, 88):  # the last block is half as wide
+        while one.width < width:
+            one.grow()
+            two.grow()
+        known, found = one.solve(), two.solve()
+        assert not two.careful and two.products == one.products and found.block == known.block
+        whole = known.squares.amax()
+        for name, rtol in (("squares", 1e-6), ("leaks", 1e-3), ("shares", 1e-4)):
+            torch.testing.assert_close(getattr(found, name), getattr(known, name), rtol=0, atol=float(rtol * whole))
+        torch.testing.assert_close(two.captured, one.captured, rtol=1e-6, atol=0)
+        assert (two.defect < 1e-5).all()
+
+
+def test_a_launched_sketch_begins_anew_with_care_where_products_do_not_do():
     a = torch.ones(2, 60, 60)
-    sketch = linalg.Sketch(a, block=8, most=32)
-    sketch._begin(careful=False)
+    sketch = launched.LaunchedSketch(a, block=8, most=32)
     for _ in range(3):
         sketch.grow()
     squares = sketch.solve().squares
     assert sketch.careful and sketch.width == 24 and (sketch.defect < 1e-4).all()
     torch.testing.assert_close(squares[:, 0], torch.tensor([3600.0, 3600.0], dtype=torch.float64), rtol=1e-5, atol=0)
+    sketch.grow()
+    assert sketch.width == 32 and (sketch.defect < 1e-4).all()
 
 
-def test_heads_taken_out_of_a_sketch_go_on_as_before():
+@pytest.mark.parametrize("kind", [linalg.Sketch, launched.LaunchedSketch])
+def test_heads_taken_out_of_a_sketch_go_on_as_before(kind):
     a = torch.randn(3, 200, 200, generator=torch.Generator().manual_seed(0)).tril()
-    whole, part = (linalg.Sketch(linalg.Trimmed(a), block=8, most=40) for _ in range(2))
+    whole, part = (kind(linalg.Trimmed(a) if kind is linalg.Sketch else a, block=8, most=40) for _ in range(2))
     for _ in range(2):
         whole.grow()
         part.grow()

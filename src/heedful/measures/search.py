@@ -18,7 +18,7 @@ is taken to be within ROUNDING epsilons (real heads: 2), and U within the depart
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ import torch
 
 from heedful import linalg
 from heedful.kernels.row_statistics.sums import Request
+from heedful.measures.launched import LaunchedSketch
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
 
@@ -80,6 +81,22 @@ class Profile:
         some = self.energy > 0
         return least * some, guess.clamp(least, most) * some, most * some
 
+    def knowing(self, ranks: Mapping[float, tuple[Tensor, ...]]) -> Profile:
+        """The same, with ranks that were asked of it before."""
+        self._ranks.update(ranks)  # type: ignore[arg-type]
+        return self
+
+    def to(self, device: torch.device) -> Profile:
+        """The same on a device, by one copy of each dtype: a GPU takes as long for one number as for all."""
+        if self.energy.device == device:
+            return self
+        arrays: dict[Any, Any] = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        ranks: dict[Any, Tensor] = {(tau, at): x for tau, rank in self._ranks.items() for at, x in enumerate(rank)}
+        there = _moved({**arrays, **ranks}, device)
+        known = {tau: tuple(there[tau, at] for at in range(3)) for tau in self._ranks}
+        arrays = {name: there[name] for name in arrays}
+        return replace(self, **arrays).knowing(known)
+
     def share(self, r: int) -> tuple[Tensor, Tensor, Tensor]:
         """The share of the first r values in the energy: lower bound, estimate, upper bound."""
         whole = self.energy.clamp(min=torch.finfo(torch.float64).tiny)
@@ -87,6 +104,16 @@ class Profile:
         low, guess, high = (x[..., r - 1] / whole for x in (self.lower, self.middle, self.upper))
         low, high = (low - part).clamp(0, 1), (high + part).clamp(0, 1)
         return low, guess.clamp(low, high), high
+
+
+def _moved(arrays: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+    there: dict[Any, Tensor] = {}
+    for dtype in {x.dtype for x in arrays.values()}:
+        alike = {name: x for name, x in arrays.items() if x.dtype == dtype}
+        whole = torch.cat([x.reshape(-1) for x in alike.values()]).to(device)
+        parts = whole.split([x.numel() for x in alike.values()])
+        there |= {name: part.view(x.shape) for (name, x), part in zip(alike.items(), parts, strict=True)}
+    return there
 
 
 def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tensor, "*b"]:
@@ -143,9 +170,12 @@ class RankInterval(Goal):
 
     def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         low, guess, high = profile.rank(self.tau)
+        narrow = high - low <= self.within * guess
+        if bool((narrow | (high - low > 1)).all()):
+            return narrow
         # One more or less, where rounding decides which, is as narrow as it gets.
         tie = _first(profile.upper, self.tau * profile.energy) == _first(profile.lower, self.tau * profile.energy)
-        return high - low <= torch.maximum(self.within * guess, tie.double())
+        return narrow | (high - low <= tie.double())
 
     def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
         return 1.1 * profile.rank(self.tau)[1].double() + BLOCK
@@ -226,7 +256,7 @@ def measure(
         energy = squared_row_norms(op).sum(-1)
     energy = _finite(energy.double().expand(batch))
     [whole] = _iterate(op if n <= m else op.mT, energy, goals, budget, failure, seed, block_of(op))
-    return replace(whole.profile, stopped=_in_words(whole.reasons))
+    return replace(whole.profile, stopped=_in_words(whole.reasons)).knowing(whole.profile._ranks)
 
 
 def pays_to_form(op: linalg.Linear) -> bool:
@@ -346,12 +376,14 @@ def _iterate(
         if width < min(check, most):
             continue
         profile = search.profile()
+        unmet = _unmet(goals, profile)
         # Where other goals need more columns anyway, a later glance bounds a smaller rest.
         if width >= min(search.resolved, most) or len(goals) == 1:
-            lacking = [~goal.reached(profile) & goal.lacks_ceiling(profile) for goal in goals]
-            if search.glance(torch.stack(lacking).any(0)):
+            lacking = unmet & torch.stack([goal.lacks_ceiling(profile) for goal in goals])
+            if search.glance(lacking.any(0)):
                 profile = search.profile()
-        target, why = _target(goals, profile, width, search.resolved, most)
+                unmet = _unmet(goals, profile)
+        target, why = _target(goals, profile, unmet, width, search.resolved, most)
         done = torch.isinf(target) | search.sketch.full
         if bool(done.all()):
             return [*found, _Part(search.heads, search.finished(profile, ...), why)]
@@ -363,11 +395,14 @@ def _iterate(
         check = max(width * 1.5, width + block, min(2.0 * width, float(target.min())))
 
 
+def _unmet(goals: Sequence[Goal], profile: Profile) -> Bool[Tensor, "g ..."]:
+    return ~torch.stack([goal.reached(profile) for goal in goals])
+
+
 def _target(
-    goals: Sequence[Goal], profile: Profile, width: int, resolved: int, most: int
+    goals: Sequence[Goal], profile: Profile, unmet: Bool[Tensor, "g ..."], width: int, resolved: int, most: int
 ) -> tuple[Float[Tensor, "*b"], list[str]]:
     """At how many columns each head may be done: infinity where it is, or where more would not help; and why it is."""
-    unmet = torch.stack([~goal.reached(profile) for goal in goals])
     columns = torch.stack([goal.columns(profile) for goal in goals])
     hopeful = unmet & (columns <= most)
     target = torch.where(hopeful, columns, inf).amin(0)
@@ -385,7 +420,8 @@ class _Search:
         # As many columns as leave room for a glance, but half of a small budget; at least one block.
         room = budget - block
         columns = (room if failure == 0 else max(room - PROBES * (2 * GLANCE - 1), room // 2)) // 2
-        self.sketch = linalg.Sketch(op, block, max(block, columns // block * block), seed)
+        kind = linalg.Sketch if op.device.type == "cpu" else LaunchedSketch
+        self.sketch = kind(op, block, max(block, columns // block * block), seed)
         self.resolved = min(64 + 4 * block, 256)
         self.heads = torch.arange(len(energy) if energy.ndim else 1)
         self.ritz: linalg.Ritz | None = None
@@ -456,8 +492,8 @@ class _Search:
         ritz = linalg.Ritz(self.ritz.squares[at], self.ritz.leaks[at], self.ritz.block, self.ritz.shares[at])
         arrays: dict[str, Any] = {name: x[at] for name, x in vars(profile).items() if isinstance(x, Tensor)}
         arrays["ceilings"] = linalg.ceilings(ritz, norm[at])
-        device = self.sketch.op.device
-        return replace(profile, **{name: x.to(device) for name, x in arrays.items()})
+        ranks = {tau: tuple(x[at] for x in rank) for tau, rank in profile._ranks.items()}
+        return replace(profile, **arrays).knowing(ranks).to(self.sketch.op.device)
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
@@ -471,6 +507,8 @@ def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
 
 def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
     """All heads of a batch; the sketches are as wide as the widest, NaN beyond their own width."""
+    if len(parts) == 1:
+        return _shaped(parts[0], batch)
     widest = max(part.profile.squares.shape[-1] for part in parts)
     order = torch.cat([part.heads for part in parts]).argsort()
 
@@ -478,7 +516,7 @@ def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
         arrays = [getattr(part.profile, name) for part in parts]
         if name in ("squares", "ceilings", "errors"):
             arrays = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in arrays]
-        whole = torch.cat(arrays)[order] if len(arrays) > 1 else arrays[0]
+        whole = torch.cat(arrays)[order]
         return whole.reshape((*batch, *whole.shape[1:]))
 
     names = ("squares", "ceilings", "errors", "energy", "lower", "upper", "middle", "slack", "products")
@@ -487,6 +525,18 @@ def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
         failure=max(part.profile.failure for part in parts),
         stopped=_in_words([reason for part in parts for reason in part.reasons]),
     )
+
+
+def _shaped(part: _Part, batch: tuple[int, ...]) -> Profile:
+    """Heads that were done together, and so are in their order already."""
+    profile = part.profile
+    arrays: dict[str, Any] = {name: _by_head(x, batch) for name, x in vars(profile).items() if isinstance(x, Tensor)}
+    ranks = {tau: tuple(_by_head(x, batch) for x in rank) for tau, rank in profile._ranks.items()}
+    return replace(profile, **arrays, stopped=_in_words(part.reasons)).knowing(ranks)
+
+
+def _by_head(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    return x.reshape((*batch, *x.shape[1:]))
 
 
 def _in_words(reasons: list[str]) -> str:
