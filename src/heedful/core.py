@@ -22,7 +22,7 @@ from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
-from heedful.operator import AttentionOperator
+from heedful.operator import AttentionOperator, Walked
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -146,7 +146,9 @@ class Mechanism(nn.Module, ABC):
     def raised_products(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """`products` of 16-bit q and k with float32 columns. Override where that takes less than raising q and k."""
+        """`products` of 16-bit q and k with float32 columns. Override where that takes less than raising q and k, and
+        give them as `Walked` where they are quicker than products with a large A would be.
+        """
         return self.products(q.float(), k.float(), segments=segments)
 
     def raised_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
@@ -182,18 +184,18 @@ class Mechanism(nn.Module, ABC):
 
     def _raised(self, q: Tensor, k: Tensor, segments: Segments | None) -> AttentionOperator:
         """The operator of 16-bit q and k that computes in float32; they are raised where something needs it."""
-        apply, adjoint = self.raised_products(q, k, segments=segments)
+        products = self.raised_products(q, k, segments=segments)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         return AttentionOperator(
             (*batch, q.shape[-2], k.shape[-2]),
             torch.float32,
             q.device,
-            apply,
-            adjoint,
+            *products,
             lambda: self.matrix(q.float(), k.float(), segments=segments),
             lambda request: self.raised_row_sums(q, k, request, segments=segments),
             None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
             lambda: self.formed(q.float(), k.float(), segments=segments),
+            walked=isinstance(products, Walked),
         )
 
     def extra_repr(self) -> str:

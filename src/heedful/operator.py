@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -12,6 +12,13 @@ from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.segments import Layout, resolve
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
+
+
+class Walked(NamedTuple):
+    """Products with A and Aᵀ that walk over q and k: a GPU has many of them before it has formed a large A."""
+
+    apply: Callable[[Tensor], Tensor]
+    adjoint: Callable[[Tensor], Tensor]
 
 
 @final
@@ -40,6 +47,7 @@ class AttentionOperator:
         layout: Layout | None = None,
         formed: Callable[[], Tensor] | None = None,
         raised: Callable[[], AttentionOperator] | None = None,
+        walked: bool = False,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -51,6 +59,8 @@ class AttentionOperator:
         self._layout = layout
         self._formed = dense if formed is None else formed
         self._raised = raised
+        self.walked = walked
+        """Whether its products are `Walked`."""
 
     @property
     def is_one_segment(self) -> bool:
@@ -98,6 +108,7 @@ class AttentionOperator:
             layout=None if self.is_one_segment and n == m else Layout(*(self.layout[at] for at in (1, 0, 3, 2))),
             formed=lambda: self._formed().mT,
             raised=lambda: self.float().mT,
+            walked=self.walked,
         )
 
     def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:

@@ -40,6 +40,7 @@ class LaunchedSketch(Sketch):
 
     careful = False  # whether it is grown as on a CPU, since products alone did not do
 
+    @torch.no_grad()
     def _begin(self) -> None:
         super()._begin()
         self._made: list[_Made] = []

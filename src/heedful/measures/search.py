@@ -34,6 +34,7 @@ from heedful.shapes import Bool, Float, Int, Tensor
 EXACT = 512  # shorter side up to which the full decomposition is cheapest
 FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32
 FORMED_ON_GPU = 1 << 27  # there: 512 MiB, a product with which takes less than a launch of anything cleverer
+FORMED_RATHER_THAN_WALKED = 1 << 24  # and where products walk over q and k: they take more launches, but less time
 HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in float32
 GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
@@ -259,10 +260,10 @@ def measure(
     return replace(whole.profile, stopped=_in_words(whole.reasons)).knowing(whole.profile._ranks)
 
 
-def pays_to_form(op: linalg.Linear) -> bool:
+def pays_to_form(op: AttentionOperator) -> bool:
     """Whether these heads are measured from their matrices: each small enough, and all of them together."""
     *batch, n, m = op.shape
-    most = FORMED if op.device.type == "cpu" else FORMED_ON_GPU
+    most = FORMED if op.device.type == "cpu" else FORMED_RATHER_THAN_WALKED if op.walked else FORMED_ON_GPU
     return (min(n, m) <= EXACT or n * m <= most) and prod(batch) * n * m <= HELD
 
 

@@ -21,6 +21,7 @@ from heedful.kernels.row_statistics import row_statistics
 from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.scored import Scored
+from heedful.operator import Walked
 from heedful.patterns import Causal, Pattern
 from heedful.segments import resolve, visible
 from heedful.shapes import Float, Tensor
@@ -96,16 +97,18 @@ class Softmax(Scored):
         here = softmax_products(*inputs)
         learned = any(x is not None and x.requires_grad for x in (q, k, self.sink))
 
+        def elsewhere() -> bool:
+            return finite_is_required() or asked_for() not in (None, "triton")
+
         def choose(fast: Callable[[Tensor], Tensor], which: int) -> Callable[[Tensor], Tensor]:
             def product(x: Tensor) -> Tensor:
                 learns = (learned or x.requires_grad) and torch.is_grad_enabled()
-                if learns or finite_is_required() or asked_for() not in (None, "triton"):
-                    return raised()[which](x)
-                return fast(x)
+                return raised()[which](x) if learns or elsewhere() else fast(x)
 
             return product
 
-        return choose(here.apply, 0), choose(here.adjoint, 1)
+        both = choose(here.apply, 0), choose(here.adjoint, 1)
+        return both if elsewhere() else Walked(*both)
 
     def raised_row_sums(self, q, k, request, *, segments=None):
         # Products of 16-bit numbers are exact in float32, so Triton's kernel needs nothing raised.
