@@ -325,7 +325,9 @@ def floor(squares: Float[Tensor, "*b k"], residual: Float[Tensor, "*b"], n: int)
     return torch.where(ranks <= place, known, total - slope * (n - ranks))
 
 
-def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:
+def ceiling(
+    ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"], n: int, cut: Cuts | None = None
+) -> Float[Tensor, "*b n"]:
     """Upper bounds of Σ_{i≤r} σ_i² for r = 1 … n, from the Ritz values, ‖R‖² and ν ≥ ‖R‖₂².
 
     >>> exact = Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2, torch.zeros(2))
@@ -340,28 +342,31 @@ def ceiling(ritz: Ritz, residual: Float[Tensor, "*b"], norm: Float[Tensor, "*b"]
     known = torch.minimum(known, sums[..., -1:])
     norm = torch.minimum(norm, residual)[..., None]
     best = torch.minimum(known + torch.minimum(ranks * norm, residual[..., None]), total)
-    cut = _cuts(ritz, norm)
+    cut = cuts(ritz, norm[..., 0]) if cut is None else cut
     extra = sqrt(ritz.block) * cut.coupling
     before = torch.minimum(ranks[:k], cut.above)
     whole = sums[..., None, :].expand(*cut.above.shape[:-1], -1)
     bounds = whole.gather(-1, before) + (ranks[:k] - before) * cut.level + extra
     best[..., :k] = torch.minimum(torch.minimum(best[..., :k], bounds.amin(-2)), sums[..., 1:] + cut.gained)
-    # Beyond the sketch each bound is a straight line. One line after the other: all at once would wake every thread.
-    start, beyond, rest = whole.gather(-1, cut.above), ranks[k:], best[..., k:]
-    for at in range(cut.above.shape[-2]):
-        line = start[..., at, :] + (beyond - cut.above[..., at, :]) * cut.level[..., at, :] + extra[..., at, :]
-        torch.minimum(rest, line, out=rest)
+    # Beyond the sketch each is a straight line, often above the whole from the start. Those that are not are taken one
+    # by one: all at once would wake every thread.
+    start, rest = whole.gather(-1, cut.above), best[..., k:]
+    below = start + (k + 1 - cut.above) * cut.level + extra < total[..., None]
+    for at, wanted in enumerate(below.reshape(-1, below.shape[-2]).any(0).tolist()):
+        if wanted:
+            line = start[..., at, :] + (ranks[k:] - cut.above[..., at, :]) * cut.level[..., at, :] + extra[..., at, :]
+            torch.minimum(rest, line, out=rest)
     return best
 
 
-def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
+def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"], cut: Cuts | None = None) -> Float[Tensor, "*b k"]:
     """Upper bounds of each σ_i² by the same cuts: no eigenvalue moves by more than the coupling's norm.
 
     >>> ceilings(Ritz(torch.tensor([4.0, 1.0]), torch.zeros(2), 2, torch.zeros(2)), torch.tensor(2.0)).tolist()
     [4.0, 2.0]
     """
+    cut = cuts(ritz, norm) if cut is None else cut
     norm = norm[..., None]
-    cut = _cuts(ritz, norm)
     moved = (torch.maximum(ritz.squares[..., None, :], cut.level) + cut.coupling).amin(-2)
     return torch.minimum(torch.minimum(moved, ritz.squares + norm), ritz.squares + cut.gained)
 
@@ -369,7 +374,7 @@ def ceilings(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Float[Tensor, "*b k"]:
 CUTS = 8  # places at which the Ritz values are cut in two, and the best of the bounds taken
 
 
-class _Cuts(NamedTuple):
+class Cuts(NamedTuple):
     """The first a Ritz values and all else, for CUTS different a."""
 
     level: Float[Tensor, "*b c 1"]  # s
@@ -378,7 +383,9 @@ class _Cuts(NamedTuple):
     gained: Float[Tensor, "*b k"]  # ‖C_a‖² / (θ_i² − s), the least of them; infinite where no cut has θ_i² > s
 
 
-def _cuts(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> _Cuts:
+def cuts(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Cuts:
+    """What `ceiling` and `ceilings` both are made from, ν being at most ‖R‖²."""
+    norm = norm[..., None]
     squares, k = ritz.squares[..., None, :], ritz.squares.shape[-1]
     places = torch.tensor(sorted({-(-k * part // CUTS) for part in range(1, CUTS + 1)}))
     below = torch.nn.functional.pad(ritz.squares, (0, 1))[..., places]
@@ -387,7 +394,7 @@ def _cuts(ritz: Ritz, norm: Float[Tensor, "*b 1"]) -> _Cuts:
     level = (torch.maximum(below, norm) + (leaked[..., -1:] - inside).clamp(min=0).sqrt())[..., None]
     above = ((squares >= level) & (torch.arange(k) < places[:, None])).sum(-1, keepdim=True)
     gained = torch.where(squares > level, inside[..., None] / (squares - level), inf).amin(-2)
-    return _Cuts(level, above, inside.sqrt()[..., None], gained)
+    return Cuts(level, above, inside.sqrt()[..., None], gained)
 
 
 def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:

@@ -45,6 +45,7 @@ class LaunchedSketch(Sketch):
         super()._begin()
         self._made: list[_Made] = []
         self._told: tuple[Tensor, Tensor] | None = None
+        self._flat = tuple(_heads(x) for x in (self._basis, self._image, self._gram))
         self._one = torch.eye(self._next.shape[-1], dtype=torch.float64, device=self.op.device)
 
     @torch.no_grad()
@@ -54,7 +55,7 @@ class LaunchedSketch(Sketch):
         self._told = None
         p = min(self.block, self.most - self.width)
         before, self.width = self.width, self.width + p
-        basis, image, inner = (_heads(x) for x in (self._basis, self._image, self._gram))
+        basis, image, inner = self._flat
         known, kept = basis.narrow(1, 0, before), basis.narrow(1, 0, self.width)
         rows, made = orthonormal_rows(without(_heads(self._next).narrow(2, 0, p), known), self._size, self._one)
         self._made.append(made)
@@ -102,6 +103,7 @@ class LaunchedSketch(Sketch):
     def take(self, heads: Int[Tensor, " c"]) -> LaunchedSketch:
         part = super().take(heads)
         assert isinstance(part, LaunchedSketch)
+        part._flat = tuple(_heads(x) for x in (part._basis, part._image, part._gram))
         part._made, part._told = [_Made(*(x[heads] for x in made)) for made in self._made], None
         return part
 

@@ -4,6 +4,7 @@ Three routes, by size alone. One core, float32, causal, seconds a head at 1024 �
 0.01 · 0.06; a product with 16 columns 0.0005 · 0.002 where A is formed, 0.005 · 0.01 where it is not.
     min(n, m) ≤ EXACT        the full decomposition in float64: nothing iterative is cheaper there
     n · m ≤ FORMED           A is formed once, and products are matrix products; heads of a batch that are done drop out
+                             (a GPU forms larger ones, unless its products walk over 16-bit q and k, and are quicker)
     beyond                   A is never formed: O(n + m) memory; a batch goes on until its last head is done
 
 A sketch grows until every goal is reached. A goal that it would take more columns than the budget has is not waited
@@ -466,6 +467,7 @@ class _Search:
             self.ritz = sketch.solve()
         ritz = self.ritz
         residual, norm = self._left_out()
+        self.cut = linalg.cuts(ritz, norm)
         settled = (ritz.leaks <= SETTLED * ritz.squares).long().cumprod(-1).sum(-1)
         return Profile(
             squares=ritz.squares,
@@ -473,7 +475,7 @@ class _Search:
             errors=_relative_errors(ritz),
             energy=self.energy,
             lower=linalg.floor(ritz.squares, residual, n),
-            upper=linalg.ceiling(ritz, residual, norm, n),
+            upper=linalg.ceiling(ritz, residual, norm, n, self.cut),
             middle=linalg.spread(ritz, settled, self.energy, n),
             slack=(ROUNDING * torch.finfo(sketch.op.dtype).eps + 2 * sketch.defect) * self.energy,
             products=sketch.products + self.spent,
@@ -492,7 +494,7 @@ class _Search:
         _, norm = self._left_out()
         ritz = linalg.Ritz(self.ritz.squares[at], self.ritz.leaks[at], self.ritz.block, self.ritz.shares[at])
         arrays: dict[str, Any] = {name: x[at] for name, x in vars(profile).items() if isinstance(x, Tensor)}
-        arrays["ceilings"] = linalg.ceilings(ritz, norm[at])
+        arrays["ceilings"] = linalg.ceilings(ritz, norm[at], linalg.Cuts(*(x[at] for x in self.cut)))
         ranks = {tau: tuple(x[at] for x in rank) for tau, rank in profile._ranks.items()}
         return replace(profile, **arrays).knowing(ranks).to(self.sketch.op.device)
 
