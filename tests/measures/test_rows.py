@@ -149,6 +149,22 @@ def test_grouped_queries_and_queries_after_a_cache():
 
 
 @pytest.mark.usefixtures("annotations_enforced")
+@pytest.mark.parametrize("n", [7, 12])
+def test_one_segment_is_a_packed_row_of_one(n):
+    """Without segments the keys that are asked for are kept from call to call, by all that they depend on."""
+    q, k = (torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length)) for length in (n, 12))
+    segments = torch.zeros(n, dtype=torch.long), torch.zeros(12, dtype=torch.long)
+    for offsets, first, last in (((-1, 0, 1), 4, 1), ((-1, 0, 1), 3, 2), ((2, -3), 3, 2), ((-1, 0, 1), 4, 1)):
+        asked = dict(offsets=offsets, first=first, last=last)
+        plain, packed = h.Softmax().operator(q, k), h.Softmax().operator(q, k, segments=segments)
+        assert plain.is_one_segment and not packed.is_one_segment
+        found, want = (h.row_statistics(op, **asked) for op in (plain, packed))
+        for name, x in vars(want).items():
+            assert torch.equal(getattr(found, name), x) if isinstance(x, torch.Tensor) else getattr(found, name) == x
+        for one, two in zip(plain.mT.layout, packed.mT.layout, strict=True):
+            assert torch.equal(one, two)
+
+
 def test_cross_attention_with_a_pair_of_segments():
     q, k = inputs(n=11, m=17, batch=(2,))
     pair = torch.tensor([[0] * 5 + [1] * 6, [0] * 11]), torch.tensor([[0] * 9 + [1] * 8, [0] * 10 + [-1] * 7])

@@ -158,8 +158,7 @@ def _plain_targets(
     n: int, m: int, device: torch.device, offsets: tuple[int, ...], first: int, last: int
 ) -> Int[Tensor, "n t"]:
     """The same for all heads of a length: on a GPU forty launches to find them would cost as much as the sums."""
-    with torch.inference_mode(False):  # what is kept may meet a gradient later
-        return _chosen(Places(resolve(None, n, m, device)), offsets, first, last)
+    return _chosen(Places(resolve(None, n, m, device)), offsets, first, last)
 
 
 def _chosen(places: Places, offsets: tuple[int, ...], first: int, last: int) -> Int[Tensor, "*s n t"]:
