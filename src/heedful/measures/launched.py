@@ -2,7 +2,7 @@
 
 What it does is what `linalg.Sketch` does, by as few launches as it takes:
 
-    columns are made orthonormal by products alone, X R⁻¹ with RᵀR = XᵀX in float64, not by Householder's small steps
+    columns are made orthonormal by products alone, X L⁻ᵀ with L Lᵀ = XᵀX in float64, not by Householder's small steps
     whether that did is asked once, when the sketch is solved: where it did not, the sketch is grown again with care
     of the products that the Ritz values come from the lower half alone is kept, which is what `eigh` reads
     all numbers that the host needs come over in one copy
@@ -14,17 +14,18 @@ from typing import NamedTuple
 
 import torch
 
-from heedful.linalg import LOST, Ritz, Sketch, gram
+from heedful.linalg import LOST, Ritz, Sketch
 from heedful.shapes import Bool, Float, Int, Tensor
+
+ASTRAY = 1e-3  # ‖UᵀU − 1‖ of columns that can't be called orthonormal: rounding leaves 1e-5
 
 
 class _Made(NamedTuple):
-    """What tells whether a block of columns came out orthonormal."""
+    """What tells whether a block of columns could be made orthonormal, in float64."""
 
-    failed: Int[Tensor, " b"]  # not 0 where there is no R
-    lengths: Float[Tensor, "b p"]  # of what each column adds to those before it: the diagonal of R
+    lengths: Float[Tensor, "b p"]  # of what each column adds to those before it: the diagonal of L
     squares: Float[Tensor, "b p"]  # of the columns' own lengths
-    size: Float[Tensor, " b"]  # of what the block was projected from
+    size: Float[Tensor, "b 1"]  # of what the block was projected from; one for each block
 
 
 class LaunchedSketch(Sketch):
@@ -43,10 +44,10 @@ class LaunchedSketch(Sketch):
     @torch.no_grad()
     def _begin(self) -> None:
         super()._begin()
+        self._size = self._size.double()
         self._made: list[_Made] = []
         self._told: tuple[Tensor, Tensor] | None = None
         self._flat = tuple(_heads(x) for x in (self._basis, self._image, self._gram))
-        self._one = torch.eye(self._next.shape[-1], dtype=torch.float64, device=self.op.device)
 
     @torch.no_grad()
     def grow(self) -> None:
@@ -56,16 +57,18 @@ class LaunchedSketch(Sketch):
         p = min(self.block, self.most - self.width)
         before, self.width = self.width, self.width + p
         basis, image, inner = self._flat
-        known, kept = basis.narrow(1, 0, before), basis.narrow(1, 0, self.width)
-        rows, made = orthonormal_rows(without(_heads(self._next).narrow(2, 0, p), known), self._size, self._one)
+        x = without(_heads(self._next).narrow(2, 0, p), basis.narrow(1, 0, before))
+        rows, factor, made = orthonormal_rows(x, self._size)
+        if not before:
+            self._first = factor
         self._made.append(made)
         basis.narrow(1, before, p).copy_(rows)
         down = self.op.mT @ self._basis.narrow(-2, before, p).mT
         w = image.narrow(1, before, p).copy_(_heads(down).mT)
         torch.bmm(w, image.narrow(1, 0, self.width).mT, out=inner.narrow(1, before, p).narrow(2, 0, self.width))
         up = self.op @ down
-        self._size = torch.linalg.vector_norm(up, dim=(-2, -1))
-        self._next = without(_heads(up), kept).view_as(up)
+        self._size = torch.linalg.vector_norm(up, dim=(-2, -1), dtype=torch.float64)
+        self._next = without(_heads(up), basis.narrow(1, 0, self.width)).view_as(up)
         self.products += 2 * p
 
     @property
@@ -80,31 +83,41 @@ class LaunchedSketch(Sketch):
     def solve(self) -> Ritz:
         if self.careful:
             return super().solve()
-        p, first, k = self._next.shape[-1], self._start.shape[-1], self.width
+        k, batch = self.width, self._size.shape
+        basis, _, inner = (x.narrow(1, 0, k) for x in self._flat)
         # All that can be asked for before the wait, which is in `eigh`.
-        left, start = gram(self._next.mT, self._next.mT), self._start_in_basis
-        good = sound(self._made).view_as(self._size)
-        others = torch.stack([self._captured, self._defect, good.double()], -1)
-        squares, vectors = torch.linalg.eigh(torch.where(good[..., None, None], self.gram, 0))  # which takes no NaN
-        last = vectors[..., -p:, :]
-        leaks = (last * (left @ last)).sum(-2)
-        shares = (start.mT @ vectors[..., :first, :]).square().sum(-2)
-        squares, leaks, shares, others = torch.cat([squares, leaks, shares, others], -1).cpu().split([k, k, k, 3], -1)
-        if not bool(others[..., 2].all()):
+        after = _heads(self._next).double()
+        left, apart = torch.bmm(after.mT, after), torch.bmm(basis, basis.mT)
+        apart.diagonal(dim1=-2, dim2=-1).sub_(1)
+        defect = torch.linalg.vector_norm(apart, dim=(-2, -1), keepdim=True, dtype=torch.float64)[..., 0]
+        # What is NaN here is seen below; `eigh` would end the search with it.
+        squares, vectors = torch.linalg.eigh(torch.nan_to_num(inner.narrow(2, 0, k), 0, 0, 0))
+        p, first = left.shape[-1], self._first.shape[-1]
+        last = vectors.narrow(1, k - p, p)
+        leaks = (last * torch.bmm(left, last)).sum(1)
+        # A Ω = U_0 Lᵀ, which is how U_0 was made.
+        shares = torch.bmm(self._first, vectors.narrow(1, 0, first)).square_().sum(1)
+        signs = [x for made in zip(*self._made, strict=True) for x in made]
+        told = torch.cat([squares, leaks, shares, defect, *signs], -1).cpu()
+        squares, leaks, shares, defect, *signs = told.split([k, k, k, 1, k, k, len(self._made)], -1)
+        good = sound(_Made(*signs), [made.lengths.shape[-1] for made in self._made], torch.finfo(self.op.dtype).eps)
+        if not bool((good & (defect[:, 0] < ASTRAY)).all()):
             self.careful = True
             self._begin()
             while self.width < k:
                 self.grow()
             return self.solve()
-        self._told = others[..., 0], others[..., 1]
-        ends = squares.clamp(min=0).flip(-1), leaks.clamp(min=0).sqrt().flip(-1), (shares / first).flip(-1)
-        return Ritz(ends[0], ends[1], p, ends[2])
+        self._told = squares.sum(-1).view(batch), defect.view(batch)
+        squares, leaks, shares = (x.flip(-1).view(*batch, k) for x in (squares, leaks, shares))
+        return Ritz(squares.clamp_(min=0), leaks.clamp_(min=0).sqrt_(), p, shares / first)
 
     def take(self, heads: Int[Tensor, " c"]) -> LaunchedSketch:
         part = super().take(heads)
         assert isinstance(part, LaunchedSketch)
         part._flat = tuple(_heads(x) for x in (part._basis, part._image, part._gram))
         part._made, part._told = [_Made(*(x[heads] for x in made)) for made in self._made], None
+        if self._made:
+            part._first = self._first[heads]
         return part
 
 
@@ -118,26 +131,22 @@ def without(x: Float[Tensor, "b n p"], basis: Float[Tensor, "b k n"]) -> Float[T
 
 
 def orthonormal_rows(
-    x: Float[Tensor, "b n p"], size: Float[Tensor, "*b"], one: Float[Tensor, "q q"]
-) -> tuple[Float[Tensor, "b p n"], _Made]:
-    """An orthonormal basis of x as rows, in float64, which was projected from `size`; and what tells whether it is one.
+    x: Float[Tensor, "b n p"], size: Float[Tensor, "*b"]
+) -> tuple[Float[Tensor, "b p n"], Float[Tensor, "b p p"], _Made]:
+    """An orthonormal basis of x as rows, in float64, with L; and what tells whether it is one. Nothing waits.
 
-    Projecting x grew what rounding left of its part in the basis by the condition of x: so this does where the columns
-    are well apart, and none is all rounding. Nothing waits for the GPU.
+    A part in the columns that came before, which rounding left when x was projected from `size`, grows by the condition
+    of x: so this does where no column is nearly in the span of the others, nor all rounding.
     """
-    p = x.shape[-1]
     wide = x.double()
     inner = torch.bmm(wide.mT, wide)
-    factor, failed = torch.linalg.cholesky_ex(inner, upper=True)
-    inverse = torch.linalg.solve_triangular(factor, one[:p, :p].expand_as(factor), upper=True)
+    factor, _ = torch.linalg.cholesky_ex(inner)
+    rows = torch.linalg.solve_triangular(factor, wide.mT, upper=False)
     lengths, squares = (y.diagonal(dim1=-2, dim2=-1) for y in (factor, inner))
-    return torch.bmm(inverse.mT, wide.mT), _Made(failed, lengths, squares, size.reshape(-1))
+    return rows, factor, _Made(lengths, squares, size.reshape(-1, 1))
 
 
-def sound(made: list[_Made]) -> Bool[Tensor, " b"]:
-    """Whether all blocks came out orthonormal."""
-    lengths, squares = (torch.cat([block[at] for block in made], -1) for at in (1, 2))
-    sizes = torch.cat([block.size[:, None].expand_as(block.lengths) for block in made], -1)
-    rounding = LOST * torch.finfo(sizes.dtype).eps * sizes
-    failed = torch.stack([block.failed for block in made]).any(0)
-    return (lengths > torch.maximum(rounding, 1e-3 * squares.sqrt())).all(-1) & ~failed
+def sound(made: _Made, blocks: list[int], eps: float) -> Bool[Tensor, " b"]:
+    """Whether all columns of blocks that stand side by side were far enough from each other and from rounding."""
+    rounding = LOST * eps * made.size.repeat_interleave(torch.tensor(blocks), -1)
+    return (made.lengths > torch.maximum(rounding, 1e-3 * made.squares.sqrt())).all(-1)
