@@ -56,6 +56,11 @@ def _stream() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
+def current_stream() -> int:
+    """The stream that launches go to; 0 where there are none."""
+    return 0 if INTERPRETED else _stream()
+
+
 def current_device() -> int:
     """The device that launches go to; -1, like the device of a tensor that is on none, where there are none."""
     return -1 if INTERPRETED else torch._C._cuda_getDevice()

@@ -54,6 +54,15 @@ class Side(NamedTuple):
     span: int  # the longest walk of the rest; 0 where they are not to be walked in parts
 
 
+class Room(NamedTuple):
+    """Memory that products of one kind use one after the other."""
+
+    tops: Tensor  # the largest elements of the columns of Y, in parts
+    halves: Tensor  # two float16 for each element, (heads, groups, 2, tokens, E)
+    units: Tensor  # of the columns
+    some: Tensor | None  # parts of rows
+
+
 class Way(NamedTuple):
     """How a product with so many columns is computed."""
 
@@ -152,6 +161,7 @@ class Walks:
             READY.clear()
         self.ready = READY.setdefault(key, {})
         self._ways: dict[tuple[bool, int], Way] = {}
+        self._rooms: dict[tuple[bool, int, int], Room] = {}
 
     def product(self, y: Tensor, lse: Tensor, adjoint: bool) -> Float[Tensor, "h l e"]:
         e = y.shape[-1]
@@ -162,14 +172,29 @@ class Walks:
         out = launches.empty((self.heads, own.length, e), y)
         if not e:
             return out
-        inputs = own.x, other.x, *self._halves(y, way), lse
+        room = self._room(y, way)
+        self._halve(y, way, room)
+        inputs = own.x, other.x, room.halves, room.units, lse
         if way.first < own.length:
             self._walk(way, inputs, out, way.first, own.length, 1, own.prefix)
-        if way.first:
-            some = launches.empty((way.parts, self.heads, way.first, e), y)
-            self._walk(way, inputs, some, 0, way.first, way.parts, 0)
-            torch.sum(some, 0, out=out[:, : way.first])
+        if room.some is not None:
+            self._walk(way, inputs, room.some, 0, way.first, way.parts, 0)
+            torch.sum(room.some, 0, out=out if way.first == own.length else out[:, : way.first])
         return out
+
+    def _room(self, y: Tensor, way: Way) -> Room:
+        """Kept for each stream: what runs on one of them runs in order."""
+        key = way.adjoint, way.e, launching.current_stream()
+        room = self._rooms.get(key)
+        if room is None:
+            length, E, groups = way.other.length, way.E, way.groups
+            room = self._rooms[key] = Room(
+                launches.empty((self.heads, over(length, way.span), groups * E), y),
+                launches.empty((self.heads, groups, 2, length, E), y, torch.float16),
+                launches.empty((self.heads, groups * E), y),
+                launches.empty((way.parts, self.heads, way.first, way.e), y) if way.first else None,
+            )
+        return room
 
     def _way(self, adjoint: bool, e: int) -> Way:
         own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
@@ -181,13 +206,10 @@ class Walks:
         span = max(SPLIT_ROWS, power(over(other.length, PEAKS)))
         return Way(own, other, adjoint, e, E, groups, config, span, *_long(own, other, config, self.heads * groups))
 
-    def _halves(self, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
-        """Two float16 for each element, (heads, groups, 2, tokens, E), and the units of the columns."""
+    def _halve(self, y: Tensor, way: Way, room: Room) -> None:
+        """Y as two float16 for each element, and the units of its columns."""
         side, length, E, groups = way.other, way.other.length, way.E, way.groups
         parts = over(length, way.span)
-        tops = launches.empty((self.heads, parts, groups * E), y)
-        halves = launches.empty((self.heads, groups, 2, length, E), y, torch.float16)
-        units = launches.empty((self.heads, groups * E), y)
         y = y.reshape(*side.x.shape[:2], *y.shape[-2:])
         strides = y.stride()
         kind = way.adjoint, way.e, strides, y.data_ptr() % 16
@@ -203,9 +225,9 @@ class Walks:
             constants = dict(PARTS=power(parts), ROWS=SPLIT_ROWS, E=E, SEGMENTS=self.constants["SEGMENTS"])
             return triton_products.split, (blocks * self.heads, groups), numbers, constants, dict(num_warps=4)
 
-        launching.launch(self.ready, ("peaks", kind), (y, side.table, tops), describe_peaks)
-        launching.launch(self.ready, ("split", kind), (y, side.table, tops, halves, units), describe_split)
-        return halves, units
+        launching.launch(self.ready, ("peaks", kind), (y, side.table, room.tops), describe_peaks)
+        pointers = y, side.table, room.tops, room.halves, room.units
+        launching.launch(self.ready, ("split", kind), pointers, describe_split)
 
     def _walk(self, way: Way, inputs: tuple, out: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
         own, other, config = way.own, way.other, way.config
