@@ -492,11 +492,13 @@ class _Search:
         """Some heads, where A is, with the best ceilings of single values, which no goal needs before."""
         assert self.ritz is not None
         _, norm = self._left_out()
-        ritz = linalg.Ritz(self.ritz.squares[at], self.ritz.leaks[at], self.ritz.block, self.ritz.shares[at])
-        arrays: dict[str, Any] = {name: x[at] for name, x in vars(profile).items() if isinstance(x, Tensor)}
-        arrays["ceilings"] = linalg.ceilings(ritz, norm[at], linalg.Cuts(*(x[at] for x in self.cut)))
+        device = self.sketch.op.device
+        whole = replace(profile, ceilings=linalg.ceilings(self.ritz, norm, self.cut)).knowing(profile._ranks)
+        if at is ...:
+            return whole.to(device)
+        arrays: dict[str, Any] = {name: x[at] for name, x in vars(whole).items() if isinstance(x, Tensor)}
         ranks = {tau: tuple(x[at] for x in rank) for tau, rank in profile._ranks.items()}
-        return replace(profile, **arrays).knowing(ranks).to(self.sketch.op.device)
+        return replace(whole, **arrays).knowing(ranks).to(device)
 
 
 def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:

@@ -51,8 +51,9 @@ def row_statistics(
         level, square, entropy, largest, place = _walk(q, k, where, scale, rows.softcap, batch)
         some = level < inf
         mass = some.float()
-        at, seen = level.new_empty(*batch, n, 0), some.new_empty(*batch, n, 0)
-        if request.targets is not None:
+        if request.targets is None:
+            at, seen = level.new_empty(*batch, n, 0), some.new_empty(*batch, n, 0)
+        else:
             at, seen = _at(q, k, where, scale, rows.softcap, level, request.targets)
         bands, width = len(request.bands), 0 if request.columns is None else request.columns.shape[-1]
         out = RowSums(
@@ -65,8 +66,8 @@ def row_statistics(
             count=where.counts.expand(*batch, n).clone(),
             at=at,
             seen=seen,
-            band_mass=level.new_zeros(*batch, n, bands),
-            band_dot=level.new_zeros(*batch, n, bands, width),
+            band_mass=level.new_empty(*batch, n, bands),
+            band_dot=level.new_empty(*batch, n, bands, width),
             lse=torch.where(some, level * log(2), -inf),
         )
         for index, band in enumerate(request.bands):
@@ -107,14 +108,15 @@ def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, 
     places, parts = targets.clamp(min=0), []
     q, k = (x.expand(*batch, *x.shape[-2:]) for x in (q, k))
     step = max(1, GATHERED // max(1, targets[..., :1, :].numel() * k.shape[-1]))
+    factor = launches.LOG2E * (scale if cap is None else 1)
     for first in range(0, n, step):
         part = slice(first, first + step)
         chosen = places[..., part, :].flatten(-2)[..., None].expand(*batch, -1, k.shape[-1])
         keys = k.gather(-2, chosen).unflatten(-2, places[..., part, :].shape[-2:]).float()
-        scores = (keys * q[..., part, None, :].float()).sum(-1) * scale
+        scores = (keys * q[..., part, None, :].float()).sum(-1)
         if cap is not None:
-            scores = cap * torch.tanh(scores / cap)
-        parts.append(torch.exp2(scores * launches.LOG2E - level[..., part, None]))
+            scores = cap * torch.tanh(scores * (scale / cap))
+        parts.append(torch.exp2(scores * factor - level[..., part, None]))
     weights = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
     return torch.where(seen, weights, 0), seen
 
