@@ -166,22 +166,14 @@ class Sketch:
     @property
     def captured(self) -> Float[Tensor, "*b"]:
         """Σ θ_i² = ‖W‖²."""
-        return self._captured.cpu()
-
-    @property
-    def _captured(self) -> Float[Tensor, "*b"]:
-        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1).cpu()
 
     @property
     def defect(self) -> Float[Tensor, "*b"]:
         """‖UᵀU − 1‖: how far U is from orthonormal."""
-        return self._defect.cpu()
-
-    @property
-    def _defect(self) -> Float[Tensor, "*b"]:
         inner = (self.basis @ self.basis.mT).double()
         inner.diagonal(dim1=-2, dim2=-1).sub_(1)
-        return torch.linalg.matrix_norm(inner)
+        return torch.linalg.matrix_norm(inner).cpu()
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
@@ -350,12 +342,12 @@ def ceiling(
     best[..., :k] = torch.minimum(torch.minimum(best[..., :k], bounds.amin(-2)), sums[..., 1:] + cut.gained)
     # Beyond the sketch each is a straight line, often above the whole from the start. Those that are not are taken one
     # by one: all at once would wake every thread.
-    start, rest = whole.gather(-1, cut.above), best[..., k:]
+    start = whole.gather(-1, cut.above)
     below = start + (k + 1 - cut.above) * cut.level + extra < total[..., None]
     for at, wanted in enumerate(below.reshape(-1, below.shape[-2]).any(0).tolist()):
         if wanted:
             line = start[..., at, :] + (ranks[k:] - cut.above[..., at, :]) * cut.level[..., at, :] + extra[..., at, :]
-            torch.minimum(rest, line, out=rest)
+            best[..., k:] = torch.minimum(best[..., k:], line)
     return best
 
 
