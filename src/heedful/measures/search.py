@@ -427,6 +427,7 @@ class _Search:
         self.resolved = min(64 + 4 * block, 256)
         self.heads = torch.arange(len(energy) if energy.ndim else 1)
         self.ritz: linalg.Ritz | None = None
+        self.told: dict[str, Any] = {}
         self.norm = torch.full_like(energy, inf)
         self.spent = torch.zeros_like(energy, dtype=torch.long)
         self.glanced, self.sent = 0, 0
@@ -465,22 +466,30 @@ class _Search:
         n, sketch = self.sketch.op.shape[-2], self.sketch
         if self.ritz is None or self.ritz.squares.shape[-1] != sketch.width:
             self.ritz = sketch.solve()
+            self.told = self._told_by(self.ritz, n)
         ritz = self.ritz
         residual, norm = self._left_out()
         self.cut = linalg.cuts(ritz, norm)
-        settled = (ritz.leaks <= SETTLED * ritz.squares).long().cumprod(-1).sum(-1)
         return Profile(
-            squares=ritz.squares,
+            **self.told,
             ceilings=ritz.squares + norm[..., None],
-            errors=_relative_errors(ritz),
-            energy=self.energy,
-            lower=linalg.floor(ritz.squares, residual, n),
             upper=linalg.ceiling(ritz, residual, norm, n, self.cut),
-            middle=linalg.spread(ritz, settled, self.energy, n),
-            slack=(ROUNDING * torch.finfo(sketch.op.dtype).eps + 2 * sketch.defect) * self.energy,
             products=sketch.products + self.spent,
             failure=self.failure if self.sent else 0.0,
             stopped="",
+        )
+
+    def _told_by(self, ritz: linalg.Ritz, n: int) -> dict[str, Any]:
+        """All of a profile that no glance changes."""
+        settled = (ritz.leaks <= SETTLED * ritz.squares).long().cumprod(-1).sum(-1)
+        rounding = ROUNDING * torch.finfo(self.sketch.op.dtype).eps
+        return dict(
+            squares=ritz.squares,
+            errors=_relative_errors(ritz),
+            energy=self.energy,
+            lower=linalg.floor(ritz.squares, self._left_out()[0], n),
+            middle=linalg.spread(ritz, settled, self.energy, n),
+            slack=(rounding + 2 * self.sketch.defect) * self.energy,
         )
 
     def _left_out(self) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
