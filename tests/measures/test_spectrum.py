@@ -477,3 +477,64 @@ def test_heads_taken_out_of_a_sketch_go_on_as_before(kind):
     whole.grow()
     part.grow()
     torch.testing.assert_close(part.solve().squares, whole.solve().squares[[0, 2]], rtol=1e-6, atol=0)
+
+
+def shapes_of_zeros():
+    n, m = 200, 300
+    i, j = torch.arange(n)[:, None], torch.arange(m)
+    stray = j <= i
+    stray[30, 290] = True  # which the first row of its slab and the last say nothing of
+    return {
+        "none": torch.ones(n, m, dtype=torch.bool),
+        "causal": j <= i,
+        "from the right": j >= m - i,
+        "band": (j - i).abs() < 9,
+        "blocks": i // 70 == j // 90,
+        "columns between": (j < 5) | (j >= 250),
+        "rows between": (i < 5) | (i > 190),
+        "a stray entry": stray,
+        "all": torch.zeros(n, m, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("name", shapes_of_zeros())
+def test_no_entry_is_trimmed(name):
+    generator = torch.Generator().manual_seed(0)
+    a, x, y = (
+        torch.randn(3, *size, generator=generator, dtype=torch.float64) for size in ((200, 300), (300, 4), (200, 4))
+    )
+    a = a * shapes_of_zeros()[name]
+    a[1, 100:102] = torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None] * a[1, 100]  # columns that add up to zero
+    for dense, right, left in ((a, x, y), (a.mT, y, x)):
+        op = linalg.Trimmed(dense)
+        torch.testing.assert_close(op @ right, dense @ right)
+        torch.testing.assert_close(op.mT @ left, dense.mT @ left)
+        there, back = op.there_and_back(left)
+        torch.testing.assert_close(there, dense.mT @ left)
+        torch.testing.assert_close(back, dense @ (dense.mT @ left))
+        some = torch.tensor([2, 0])
+        torch.testing.assert_close(op.take(some) @ right[some], dense[some] @ right[some])
+
+
+def test_zeros_are_trimmed():
+    a = torch.ones(2, 640, 640).tril()
+    assert sum(slab.numel() for *_, slab in linalg.Trimmed(a).slabs) < 0.56 * a.numel()
+    assert sum(slab.numel() for *_, slab in linalg.Trimmed(a * 0).slabs) == 0
+
+
+def test_a_measurement_does_not_change_when_the_next_one_is_made():
+    """The matrices are copied to where those of the last call were."""
+    first, second = (operator(n=600, heads=(2,), contrast=contrast) for contrast in (1.0, 3.0))
+    alone = h.spectrum(first, 8)
+    with torch.inference_mode():
+        found = h.spectrum(first, 8)
+    kept = found.values.clone(), found.profile.lower.clone()
+    h.spectrum(second, 8)
+    h.spectrum(operator(n=700, heads=(3,), dtype=torch.float64), 8)
+    assert torch.equal(found.values, kept[0]) and torch.equal(found.profile.lower, kept[1])
+    assert torch.equal(alone.values, found.values) and torch.equal(h.spectrum(first, 8).values, alone.values)
+
+
+def test_a_matrix_with_a_gradient_is_measured():
+    a = torch.randn(1, 600, 600, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(h.spectrum(a.clone().requires_grad_(), 4).values, h.spectrum(a, 4).values)

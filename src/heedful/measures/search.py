@@ -18,6 +18,7 @@ is taken to be within ROUNDING epsilons (real heads: 2), and U within the depart
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in 
 GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
-GROUP = 1 << 23  # entries of formed heads that are measured side by side on a CPU: half of it, causal, fits a cache
+GROUP = 3 << 22  # entries of formed heads that are measured side by side on a CPU: small steps cost the same for all
 PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
 SETTLED = 0.03  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
 CAUTION = 3  # residuals understate the error of values with close neighbours: without it 9 % of real heads exceed 1 %
@@ -338,6 +339,22 @@ class _Part(NamedTuple):
     reasons: list[str]
 
 
+class _Room(threading.local):
+    """Memory for copies of matrices, kept by each thread: fresh pages would cost as much as several products."""
+
+    kept = torch.empty(0)
+
+    def of(self, dense: Float[Tensor, "b n m"], heads: int) -> Float[Tensor, " s"]:
+        size = dense[:heads].numel()
+        if self.kept.dtype != dense.dtype or self.kept.numel() < size:
+            with torch.inference_mode(False):  # what is made there can't be written to elsewhere
+                self.kept = torch.empty(size, dtype=dense.dtype)
+        return self.kept
+
+
+_room = _Room()
+
+
 def _formed(
     dense: Float[Tensor, "b n m"], energy: Tensor | None, goals: Sequence[Goal], budget: int, failure: float, seed: int
 ) -> list[_Part]:
@@ -352,7 +369,7 @@ def _formed(
     step = ceil(b / ceil(b / max(1, GROUP // (n * m))))
     found = []
     for at in range(0, b, step):
-        part = linalg.Trimmed(dense[at : at + step])
+        part = linalg.Trimmed(dense[at : at + step], _room.of(dense, step))
         parts = _iterate(part, energy[at : at + step], goals, budget, failure, seed, BLOCK)
         found += [part._replace(heads=part.heads + at) for part in parts]
     return found
