@@ -25,9 +25,10 @@ time on launches.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from copy import copy
-from itertools import accumulate, pairwise
-from math import acosh, cosh, inf, log, pi, sqrt
+from math import acosh, cosh, inf, log, pi, prod, sqrt
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,7 @@ from heedful.shapes import Float, Int, Tensor
 
 MANY = 4096  # steps that take longer to sort than all else that is done with them
 LOST = 8  # epsilons: a direction that is no longer is rounding
+GRAM_LINES = 48  # of a Gram matrix that are made at a time at least: fewer cost more each
 CHUNK = {"cpu": 1 << 12, "cuda": 1 << 16}  # rows that a product is accumulated over in float64 at a time
 
 
@@ -82,7 +84,7 @@ def orthonormal(
         q = torch.where(lost, fresh / sqrt(x.shape[-2]), q)
         q = torch.linalg.qr(q - basis.mT @ (basis @ q))[0]
     inside = q.mT @ basis.mT
-    q = (q.mT - inside @ basis).mT
+    q.mT.sub_(inside @ basis)
     # What is left is orthonormal but for the square of what was inside.
     return q if bool((inside.square().sum((-2, -1)) < torch.finfo(x.dtype).eps).all()) else torch.linalg.qr(q)[0]
 
@@ -111,16 +113,17 @@ class Sketch:
         *batch, n, m = op.shape
         self.op, self.block, self.most, self.seed = op, block, min(most, n), seed
         # Kept with the columns as rows: each one contiguous, and pages not yet grown into cost nothing.
-        self._basis = torch.empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
-        self._image = torch.empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
-        self._gram = torch.empty(*batch, self.most, self.most, dtype=torch.float64, device=op.device)
+        empty = op.empty if isinstance(op, Trimmed) else torch.empty
+        self._basis = empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
+        self._image = empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
+        self._gram = empty(*batch, self.most, self.most, dtype=torch.float64, device=op.device)
         self.products = 0
         self._begin()
 
     def _begin(self) -> None:
         *batch, n, m = self.op.shape
         self.generator = torch.Generator(self.op.device).manual_seed(self.seed)
-        self.width = 0
+        self.width, self._summed = 0, 0
         size = m, min(self.block, self.most)
         start = torch.randn(size, dtype=self.op.dtype, device=self.op.device, generator=self.generator)
         self._start = self._next = (self.op @ start).expand(*batch, n, -1)
@@ -150,17 +153,21 @@ class Sketch:
         self._basis[..., new, :] = u.mT
         self._image[..., new, :] = w.mT
         self.width += p
-        inner = gram(self._image[..., new, :], self.image)  # the few first: half as fast again on a CPU
-        self._gram[..., new, : self.width] = inner
-        self._gram[..., : self.width, new] = inner.mT
         # What the next block is made from is also what couples this one to the rest: (1 − U Uᵀ) A W_t.
         self._size = z.norm(dim=(-2, -1))
-        self._next = (z.mT - (self.basis @ z).mT @ self.basis).mT
+        self._next = (z.mT.contiguous() - (self.basis @ z).mT @ self.basis).mT
         self.products += 2 * p
 
     @property
     def gram(self) -> Float[Tensor, "*b k k"]:
         """WᵀW"""
+        step = max(self.block, GRAM_LINES)
+        for start in range(self._summed, self.width, step):
+            new = slice(start, min(start + step, self.width))
+            inner = gram(self._image[..., new, :], self._image[..., : new.stop, :])
+            self._gram[..., new, : new.stop] = inner
+            self._gram[..., : new.stop, new] = inner.mT
+        self._summed = self.width
         return self._gram[..., : self.width, : self.width]
 
     @property
@@ -171,9 +178,9 @@ class Sketch:
     @property
     def defect(self) -> Float[Tensor, "*b"]:
         """‖UᵀU − 1‖: how far U is from orthonormal."""
-        inner = (self.basis @ self.basis.mT).double()
+        inner = self.basis @ self.basis.mT
         inner.diagonal(dim1=-2, dim2=-1).sub_(1)
-        return torch.linalg.matrix_norm(inner).cpu()
+        return torch.linalg.vector_norm(inner, dim=(-2, -1), dtype=torch.float64).cpu()
 
     def solve(self) -> Ritz:
         """The Ritz values, squared, and the norm of each one's residual (A Aᵀ − θ²) u."""
@@ -440,6 +447,40 @@ def _at_ranks(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], n: int) -> Flo
     return y0 + ((ranks - x0) / (x1 - x0).clamp(min=1e-30)).clamp(0, 1) * (y1 - y0)
 
 
+class Room(threading.local):
+    """Memory on the CPU that a thread keeps from one measurement to the next: fresh pages cost as much as the products.
+
+    All that was given out is taken back by `begin`.
+
+    >>> room = Room()
+    >>> first = room.empty(2, 3, dtype=torch.float64)
+    >>> room.begin()
+    >>> room.empty(5, dtype=torch.float32).data_ptr() == first.data_ptr()
+    True
+    """
+
+    LARGEST = 1 << 26  # bytes of an array that is kept
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self._given = 0
+
+    def empty(self, *size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        count = prod(size) * dtype.itemsize
+        if count > self.LARGEST:
+            return torch.empty(size, dtype=dtype, device=device)
+        if self._given == len(self._kept):
+            self._kept.append(torch.empty(0, dtype=torch.uint8))
+        if self._kept[self._given].numel() < count:
+            with torch.inference_mode(False):  # what is made in that mode can't be written to in another
+                self._kept[self._given] = torch.empty(count, dtype=torch.uint8)
+        self._given += 1
+        return self._kept[self._given - 1][:count].view(dtype).view(size)
+
+
 class Trimmed:
     """Matrices as slabs of columns, each without the rows of zeros above and below: half the work where it is causal.
 
@@ -457,15 +498,17 @@ class Trimmed:
 
     WIDTH = 64
 
-    def __init__(self, dense: Float[Tensor, "b n m"], room: Float[Tensor, " s"] | None = None):
+    def __init__(self, dense: Float[Tensor, "b n m"], empty: Callable[..., Tensor] = torch.empty):
         dense = dense.detach()  # products are written in place, which has no derivative
+        self.empty = empty  # where memory for a sketch of it comes from, too
         self.shape, self.dtype, self.device = tuple(dense.shape), dense.dtype, dense.device
         spans = _spans(dense, self.WIDTH)
         columns = [slice(at, at + self.WIDTH) for at in range(0, dense.shape[-1], self.WIDTH)]
         slabs = [(rows, cols, dense[:, rows, cols]) for cols in columns for rows in [_rows(spans, cols)]]
         # Each in one piece, since lines that are a power of two apart have few places in a cache.
-        pieces = _side_by_side([slab for *_, slab in slabs], dense.new_empty(dense.numel()) if room is None else room)
-        self.slabs = [(rows, cols, piece) for (rows, cols, _), piece in zip(slabs, pieces, strict=True)]
+        room = empty(sum(slab.numel() for *_, slab in slabs), dtype=dense.dtype)
+        pieces = room.split([slab.numel() for *_, slab in slabs])
+        self.slabs = [(rows, cols, to.view_as(x).copy_(x)) for (rows, cols, x), to in zip(slabs, pieces, strict=True)]
 
     def __matmul__(self, x: Float[Tensor, "*#b m p"]) -> Float[Tensor, "b n p"]:
         x = x.expand(self.shape[0], *x.shape[-2:])
@@ -502,12 +545,6 @@ class _TrimmedAdjoint:
     def __matmul__(self, y: Float[Tensor, "b n p"]) -> Float[Tensor, "b m p"]:
         lines = y.mT.contiguous()
         return torch.cat([torch.bmm(lines[..., rows], slab) for rows, _, slab in self.mT.slabs], -1).mT
-
-
-def _side_by_side(arrays: list[Tensor], room: Float[Tensor, " s"]) -> list[Tensor]:
-    """Copies of the arrays, one after the other in the room that there is."""
-    ends = list(accumulate((x.numel() for x in arrays), initial=0))
-    return [room[at:end].view(x.shape).copy_(x) for x, (at, end) in zip(arrays, pairwise(ends), strict=True)]
 
 
 def _rows(spans: list[tuple[slice, slice]], cols: slice) -> slice:

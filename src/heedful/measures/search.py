@@ -18,7 +18,6 @@ is taken to be within ROUNDING epsilons (real heads: 2), and U within the depart
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -339,20 +338,7 @@ class _Part(NamedTuple):
     reasons: list[str]
 
 
-class _Room(threading.local):
-    """Memory for copies of matrices, kept by each thread: fresh pages would cost as much as several products."""
-
-    kept = torch.empty(0)
-
-    def of(self, dense: Float[Tensor, "b n m"], heads: int) -> Float[Tensor, " s"]:
-        size = dense[:heads].numel()
-        if self.kept.dtype != dense.dtype or self.kept.numel() < size:
-            with torch.inference_mode(False):  # what is made there can't be written to elsewhere
-                self.kept = torch.empty(size, dtype=dense.dtype)
-        return self.kept
-
-
-_room = _Room()
+_room = linalg.Room()
 
 
 def _formed(
@@ -369,7 +355,8 @@ def _formed(
     step = ceil(b / ceil(b / max(1, GROUP // (n * m))))
     found = []
     for at in range(0, b, step):
-        part = linalg.Trimmed(dense[at : at + step], _room.of(dense, step))
+        _room.begin()
+        part = linalg.Trimmed(dense[at : at + step], _room.empty)
         parts = _iterate(part, energy[at : at + step], goals, budget, failure, seed, BLOCK)
         found += [part._replace(heads=part.heads + at) for part in parts]
     return found
