@@ -448,7 +448,7 @@ def _at_ranks(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], n: int) -> Flo
 
 
 class Room(threading.local):
-    """Memory on the CPU that a thread keeps from one measurement to the next: fresh pages cost as much as the products.
+    """Memory on the CPU that a thread keeps from one measurement to the next, since fresh pages have their price.
 
     All that was given out is taken back by `begin`.
 
@@ -485,8 +485,7 @@ class Trimmed:
     """Matrices as slabs of columns, each without the rows of zeros above and below: half the work where it is causal.
 
     A Aᵀ is the sum of what it is for each slab, so one pass over A does for both products: a slab is still in the cache
-    when it comes to the second. Products take and give columns that each lie in one piece, as rows of a transposed
-    tensor: a quarter faster.
+    when it comes to the second. Columns are best handed over each in one piece, as rows of a transposed tensor.
 
     >>> A = torch.ones(2, 600, 600).tril()
     >>> x = torch.ones(2, 600, 1)
@@ -496,7 +495,7 @@ class Trimmed:
     True
     """
 
-    WIDTH = 64
+    WIDTH = 64  # of a slab: small enough for those of a layer's heads to stay in a cache together
 
     def __init__(self, dense: Float[Tensor, "b n m"], empty: Callable[..., Tensor] = torch.empty):
         dense = dense.detach()  # products are written in place, which has no derivative
@@ -557,13 +556,10 @@ def _spans(dense: Float[Tensor, "b n m"], step: int) -> list[tuple[slice, slice]
     """Some rows at a time, with the columns beyond which they are zeros."""
     n = dense.shape[-2]
     parts = [slice(at, min(at + step, n)) for at in range(0, n, step)]
-    edges = [at for part in parts for at in (part.start, part.stop - 1)]
     # Where A is causal, or a band, the first row and the last tell what the others have.
-    guessed = _ends((dense[:, edges] != 0).any(0).unflatten(0, (-1, 2)).any(1))
-    outside = (x for rows, cols in zip(parts, guessed, strict=True) for x in _beside(dense[:, rows], cols))
-    if all(map(_zeros, outside)):
-        return list(zip(parts, guessed, strict=True))
-    return [(rows, _ends((dense[:, rows] != 0).any(0).any(0, keepdim=True))[0]) for rows in parts]
+    last = torch.cat([dense[:, step - 1 : n - 1 : step], dense[:, -1:]], 1)
+    guessed = _ends(dense[:, ::step].abs().amax(0) + last.abs().amax(0) != 0)
+    return [(rows, _checked(dense[:, rows], cols)) for rows, cols in zip(parts, guessed, strict=True)]
 
 
 def _ends(used: Bool[Tensor, "s m"]) -> list[slice]:
@@ -572,13 +568,17 @@ def _ends(used: Bool[Tensor, "s m"]) -> list[slice]:
     return [slice(*ends) for ends in torch.stack([first, last * used.any(-1)], -1).tolist()]
 
 
-def _beside(x: Float[Tensor, "b r m"], cols: slice) -> tuple[Tensor, Tensor]:
-    return x[..., : cols.start], x[..., cols.stop :]
+def _checked(x: Float[Tensor, "b r m"], cols: slice) -> slice:
+    """The columns that were guessed, if all others are zeros; else from the first that is not to the last."""
+    if _zeros(x[..., : cols.start]) and _zeros(x[..., cols.stop :]):
+        return cols
+    return _ends((x != 0).any(0).any(0, keepdim=True))[0]
 
 
 def _zeros(x: Float[Tensor, "b r c"]) -> bool:
-    """Whether there is nothing else: the quickest way to see it, by far."""
-    return x.numel() == 0 or not bool(x.amax(-1).any() | x.amin(-1).any())
+    """Whether there is nothing else. The largest byte tells it in one pass; `any` takes twice as long."""
+    sizes = x.view(torch.uint8) if x.stride(-1) == 1 else x.abs()
+    return x.numel() == 0 or not bool(sizes.amax(-1).any())
 
 
 Matrices = Tensor | Trimmed
