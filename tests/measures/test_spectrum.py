@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from math import ceil, cos, pi, sin, sqrt
 
 import pytest
@@ -533,6 +534,14 @@ def test_a_measurement_does_not_change_when_the_next_one_is_made():
     h.spectrum(operator(n=700, heads=(3,), dtype=torch.float64), 8)
     assert torch.equal(found.values, kept[0]) and torch.equal(found.profile.lower, kept[1])
     assert torch.equal(alone.values, found.values) and torch.equal(h.spectrum(first, 8).values, alone.values)
+
+
+def test_threads_do_not_share_the_memory_that_is_kept():
+    ops = [operator(n=600, contrast=contrast) for contrast in (0.5, 1.0, 2.0, 3.0)]
+    alone = [h.spectrum(op, 8).values for op in ops]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda op: h.spectrum(op, 8).values, ops * 3))
+    assert all(map(torch.equal, together, alone * 3))
 
 
 def test_a_matrix_with_a_gradient_is_measured():
