@@ -29,6 +29,7 @@ from triton.testing import do_bench
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from heedful.kernels import launching  # noqa: E402
 from heedful.kernels.random_features import launches, reference  # noqa: E402
 from heedful.kernels.random_features import triton as fused  # noqa: E402
 
@@ -132,11 +133,11 @@ def check_one(case, split=True):
     q, _, v = inputs
     do = torch.randn(*q.shape[:3], v.shape[-1], device="cuda")
     options["causal"] = causal
-    usual, launches.empty = launches.empty, poisoned
+    usual, launching.empty = launching.empty, poisoned
     try:
         got, again = (run(fused.random_features, inputs, do, **options) for _ in range(2))
     finally:
-        launches.empty, launches.SPLIT = usual, True
+        launching.empty, launches.SPLIT = usual, True
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     want = run(exact, [x.detach().double().requires_grad_() for x in inputs], do, **wide)
     mine, theirs = errors(got, want), errors(run(naive, inputs, do, **options), want)

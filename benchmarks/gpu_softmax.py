@@ -157,8 +157,8 @@ def one_check(name):
     more = dict(softcap=options.pop("softcap", None), sink=options.pop("sink", None))
     more["sink"] = None if more["sink"] is None else torch.tensor(more["sink"], device="cuda")
     inputs, do, pattern, segments = case(**options)
-    honest = launches.empty
-    launches.empty = lambda shape, like, dtype=torch.float32: torch.full(
+    honest = launches.launching.empty
+    launches.launching.empty = lambda shape, like, dtype=torch.float32: torch.full(
         shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device
     )
     try:
@@ -168,7 +168,7 @@ def one_check(name):
         adjoint = fused.adjoint(*(x.detach() for x in inputs[:2]), do.to(inputs[0].dtype), *args)
         stats = fused.row_statistics(*(x.detach() for x in inputs[:2]), *args)
     finally:
-        launches.empty = honest
+        launches.launching.empty = honest
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want = list(outcome(naive, exact, do, pattern, segments, **more))
     theirs = list(outcome(naive, inputs, do, pattern, segments, **more))

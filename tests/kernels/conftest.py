@@ -14,11 +14,12 @@ def poisoned(shape, like, dtype=torch.float32):
 def small_tiles(monkeypatch):
     """The launches of softmax with tiles so small that a few dozen tokens make several; every buffer is full of NaN."""
     pytest.importorskip("triton", reason="triton is not installed")
+    from heedful.kernels import launching
     from heedful.kernels.softmax import launches
 
     small = launches.Config(16, 16, 4, 1)
     monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
-    monkeypatch.setattr(launches, "empty", poisoned)
+    monkeypatch.setattr(launching, "empty", poisoned)
     monkeypatch.setattr(launches, "PLANS", {})
     return launches
 

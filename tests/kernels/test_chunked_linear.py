@@ -241,7 +241,7 @@ def small(form, monkeypatch):
             monkeypatch.setattr(form, name, size)
     else:
         monkeypatch.setattr(form.launches, "PLANS", {})
-        monkeypatch.setattr(form.launches, "empty", poisoned)
+        monkeypatch.setattr(form.launching, "empty", poisoned)
         monkeypatch.setattr(form.launches, "span", lambda n, rows: 64)
 
 

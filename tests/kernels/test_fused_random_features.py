@@ -41,7 +41,7 @@ def form(request, monkeypatch):
         yield reference
         return
     form = _triton_form()
-    monkeypatch.setattr(form.launches, "empty", poisoned)
+    monkeypatch.setattr(form.launching, "empty", poisoned)
     shrink(form, monkeypatch)
     with nullcontext() if ON_GPU else within_bounds():
         yield form

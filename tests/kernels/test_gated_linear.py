@@ -225,7 +225,7 @@ def form(monkeypatch):
     monkeypatch.setattr(form, "PLANS", {})
     blocked(form, monkeypatch, 16)
     monkeypatch.setattr(form, "span", lambda n, rows: 32)
-    monkeypatch.setattr(form.launches, "empty", poisoned)
+    monkeypatch.setattr(form.launching, "empty", poisoned)
     return form
 
 

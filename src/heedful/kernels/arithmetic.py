@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from heedful.kernels.chunked_linear.reference import LEAST
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(LEAST[torch.float32])
 
 if triton.knobs.runtime.interpret:
 
@@ -38,3 +45,16 @@ else:
     def tf32(x):
         """x as tensor cores read it where they are given float32: without its last 13 bits."""
         return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(den):
+    """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
+    some = tl.abs(den) >= TINY
+    return tl.where(some, 1 / tl.where(some, den, 1.0), 0.0)
+
+
+@triton.jit
+def link(keep1, x1, keep2, x2):
+    """Two steps of x ← keep x + own as one, for a scan over them."""
+    return keep1 * keep2, x1 * keep2 + x2

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
 # How a compiled kernel wants to be called is Triton's own affair: seen from 3.6 to 3.9; later ones are called its way.
@@ -73,6 +74,41 @@ def first(
     compiled = kernel[grid](*pointers, *numbers, **constants, **options)
     rest = [constants[x] for x in kernel.arg_names[len(pointers) + len(numbers) :]]
     return None if INTERPRETED else Program(compiled, grid, (*numbers, *rest))
+
+
+def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every output and workspace is born here, so that a test can fill it with NaN first."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Tokens whose coordinates lie side by side, as the programs read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def steps(*tensors: Tensor) -> tuple[int, ...]:
+    """From one batch entry, head and token of each tensor to the next."""
+    return tuple(step for x in tensors for step in x.stride()[:3])
+
+
+def either(pointer: Tensor | None, other: Tensor) -> Tensor:
+    """Triton wants a pointer even where the program never reads it."""
+    return other if pointer is None else pointer
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether anything asks for a gradient; where nothing does, autograd's bookkeeping is left out."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def precision(dtype: torch.dtype, width: int, *, pairs: bool = False) -> str:
+    """Of a product of float32 operands. Over 256 terms 3×tf32 is off by three times what plain float32 is.
+
+    Triton 3.6 does not compile a product of pairs of columns in plain tf32.
+    """
+    if dtype == torch.float16:
+        return "tf32x3" if pairs else "tf32"
+    return "tf32x3" if width < 256 else "ieee"
 
 
 def over(a: int, b: int) -> int:

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from heedful.kernels import launching
-from heedful.kernels.launching import INTERPRETED, over, power, up
+from heedful.kernels.launching import INTERPRETED, over, power, precision, up
+from heedful.kernels.states import layout
 
 
 class Config(NamedTuple):
@@ -94,25 +95,6 @@ FEW = 8  # chunks whose states a program adds up by itself
 LITTLE = 1 << 18  # tokens of all heads that take the card less time than the host
 
 
-def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
-    """Every output and workspace is born here, so that a test can fill it with NaN first."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def tokens(layout: tuple[tuple[int, ...], bool], like: Tensor, width: int) -> Tensor:
-    """(B, heads, n, width): heads before tokens, or in memory tokens before heads."""
-    shape, swapped = layout
-    x = empty((*shape, width), like, like.dtype)
-    return x.transpose(1, 2) if swapped else x
-
-
-def _layout(like: Tensor, heads: int) -> tuple[tuple[int, ...], bool]:
-    """Sizes in the memory order of `like`, and whether that is tokens before heads."""
-    B, _, n, _ = like.shape
-    swapped = like.stride(1) < like.stride(2)
-    return ((B, n, heads) if swapped else (B, heads, n)), swapped
-
-
 class Room:
     """Float32 buffers, each aligned, out of one allocation; the second holds slots, the last one state a head."""
 
@@ -164,16 +146,6 @@ def merged(n, rows) -> bool:
     return rows * n <= LITTLE
 
 
-def _precision(dtype, width, turned) -> str:
-    """Of a product of float32 operands. Over 256 terms 3×tf32 is off by three times what plain float32 is.
-
-    Triton 3.6 does not compile a product of pairs of columns in plain tf32.
-    """
-    if dtype == torch.float16:
-        return "tf32x3" if turned else "tf32"
-    return "tf32x3" if width < 256 else "ieee"
-
-
 class Plan:
     """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
 
@@ -196,7 +168,7 @@ class Plan:
             self.span = up(longest, self.block)
         self.chunks_q, self.chunks_k = over(self.n, self.span), over(self.m, self.span)
         self.slot = self.r * (self.e + 1 if normalise else self.e)
-        self.like_q, self.like_k, self.like_v = _layout(q, self.H), _layout(k, heads), _layout(v, heads)
+        self.like_q, self.like_k, self.like_v = layout(q, self.H), layout(k, heads), layout(v, heads)
         self.forward, self.backward = self._room(self.m, given), self._room(self.n, True)
         self.constants = dict(
             FEATURE=feature,
@@ -207,7 +179,7 @@ class Plan:
             TURNED=turned,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=_precision(q.dtype, kind[0], turned),
+            PRECISION=precision(q.dtype, kind[0], pairs=turned),
             EVEN_N=self.n % self.block == self.m % self.block == 0 and code is None,
             EVEN_C=(self.r, self.e) == (self.R, self.E),
             BLOCK=self.block,

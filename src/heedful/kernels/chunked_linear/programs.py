@@ -32,51 +32,11 @@ order: runs are bit-equal. README.md has the floors, the measurements and what d
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from heedful.kernels.arithmetic import exp2, tf32, times
-from heedful.kernels.chunked_linear import reference
-
-LOG2E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(reference.LEAST[torch.float32])
-
-
-@triton.jit
-def _phi(x, shift, FEATURE: tl.constexpr):
-    if FEATURE == "elu1":
-        return tl.where(x > 0, x + 1, exp2(x * LOG2E))
-    elif FEATURE == "relu":
-        return tl.maximum(x, 0)
-    elif FEATURE == "exp":
-        return exp2((x - shift[:, None]) * LOG2E)
-    else:
-        return x
-
-
-@triton.jit
-def _rows(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """A tile of tokens × columns as stored, zero outside and at padding, where there may be anything."""
-    at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN_N and EVEN_C:
-        return tl.load(at)
-    elif EVEN_C:
-        return tl.load(at, mask=real[:, None], other=0)
-    elif EVEN_N:
-        return tl.load(at, mask=(column < width)[None, :], other=0)
-    else:
-        return tl.load(at, mask=real[:, None] & (column < width)[None, :], other=0)
-
-
-@triton.jit
-def _put(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """Stores a tile of tokens × columns: what lies within the `left` tokens and the width."""
-    at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN_N and EVEN_C:
-        tl.store(at, tile)
-    else:
-        tl.store(at, tile, mask=(t < left)[:, None] & (column < width)[None, :])
+from heedful.kernels.arithmetic import LOG2E, exp2, link, reciprocal, tf32, times
+from heedful.kernels.tiles import features, pulled, read, write
 
 
 @triton.jit
@@ -89,61 +49,6 @@ def _own(start, r, R: tl.constexpr, TURNED: tl.constexpr):
         return start // 2 + tl.arange(0, R // 2), r // 2
     else:
         return start + tl.arange(0, R), r
-
-
-@triton.jit
-def _turn(turns, t, n, real, EVEN_N: tl.constexpr):
-    """The cosine and the sine of each token's angle, zero where no token is real."""
-    if EVEN_N:
-        return tl.load(turns + t)[:, None], tl.load(turns + n + t)[:, None]
-    else:
-        c, s = tl.load(turns + t, mask=real, other=0.0), tl.load(turns + n + t, mask=real, other=0.0)
-        return c[:, None], s[:, None]
-
-
-@triton.jit
-def _features(
-    pointer, shift, turns, t, n, stride, column, width, real,
-    FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, CLEAR: tl.constexpr,
-):  # fmt: skip
-    """φ of a tile. Outside it is φ(0), or zero where it has to be: with CLEAR = 1 at columns beyond the width
-    (if keys are zero there, queries may hold anything), with CLEAR = 2 also at tokens that are not real."""
-    x = _rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32)
-    s = t
-    if FEATURE == "exp":
-        s = tl.load(shift + t, mask=real, other=0)
-    phi = _phi(x, s, FEATURE)
-    if FEATURE == "elu1" or FEATURE == "exp":
-        if CLEAR > 0 and not EVEN_C:
-            phi = tl.where((column < width)[None, :], phi, 0.0)
-        if CLEAR == 2 and not EVEN_N:
-            phi = tl.where(real[:, None], phi, 0.0)
-    if TURNED:
-        cosine, sine = _turn(turns, t, n, real, EVEN_N)
-        phi = tl.reshape(tl.join(phi * cosine, phi * sine), (phi.shape[0], 2 * phi.shape[1]))
-    return phi
-
-
-@triton.jit
-def _pulled(
-    grad, pointer, shift, turns, t, n, stride, column, width, real,
-    FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
-):  # fmt: skip
-    """A gradient of features brought back to their columns: φ′ is in φ, and what was turned is turned back."""
-    if TURNED:
-        cosine, sine = _turn(turns, t, n, real, EVEN_N)
-        first, second = tl.split(tl.reshape(grad, (grad.shape[0], column.shape[0], 2)))
-        grad = first * cosine + second * sine
-    if FEATURE == "identity":
-        return grad
-    else:
-        phi = _features(pointer, shift, turns, t, n, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, 0)
-        if FEATURE == "elu1":
-            return grad * tl.minimum(phi, 1)
-        elif FEATURE == "relu":
-            return tl.where(phi > 0, grad, 0.0)
-        else:
-            return grad * phi
 
 
 @triton.jit
@@ -186,13 +91,6 @@ def _clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGM
         leave = tl.where(run == last, leave, 0.0)
         keep = tl.where(before == last, keep, 0.0)
     return real, b, run, into, leave, keep
-
-
-@triton.jit
-def _reciprocal(den):
-    """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
-    some = tl.abs(den) >= TINY
-    return tl.where(some, 1 / tl.where(some, den, 1.0), 0.0)
 
 
 @triton.jit
@@ -243,8 +141,8 @@ def states(
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, _b, _run, _into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        fk = _features(k, shift, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        fk = features(k, shift, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         if NORMALISE and CAUSAL:
             tl.store(sums + at // BLOCK * r, z, mask=cr < r)
         if DECAY > 0 or SEGMENTS:
@@ -262,11 +160,6 @@ def states(
     if DECAY > 0 or SEGMENTS:
         if part == 0:
             tl.store(keeps + row * chunks + chunk, kept)
-
-
-@triton.jit
-def _link(keep1, x1, keep2, x2):
-    return keep1 * keep2, x1 * keep2 + x2
 
 
 @triton.jit
@@ -293,7 +186,7 @@ def scan(
         own = tl.load(here, mask=mask, other=0.0)
         if WEIGHTED:
             keep = tl.load(keeps + c, mask=ok, other=1.0)
-            kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, _link)
+            kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, link)
             own += kept * x[None, :]
         else:
             own = tl.cumsum(own, 0) + x[None, :]
@@ -429,7 +322,7 @@ def outputs(
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        phi = _features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
+        phi = features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
         fq = phi.to(OPERAND)
         acc = tl.dot(fq, tl.trans(S.to(OPERAND)), input_precision=PRECISION)
         if NORMALISE:
@@ -438,8 +331,8 @@ def outputs(
                 zs += tl.load(sums + at // BLOCK * r, mask=cr < r, other=0.0)
             below = tl.sum(phi * zs[None, :], 1)
         if CAUSAL:
-            fk = _features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, CLEAR)
-            vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+            fk = features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, CLEAR)
+            vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             a = tl.dot(fq, tl.trans(fk.to(OPERAND)), input_precision=PRECISION)
             a = _weigh(a, b, run, BLOCK, DECAY, SEGMENTS, False)
             if DECAY > 0 or SEGMENTS:
@@ -463,10 +356,10 @@ def outputs(
         if NORMALISE:
             if SEGMENTS:
                 below = tl.where(real, below, 0.0)
-            acc = acc * _reciprocal(below)[:, None]
+            acc = acc * reciprocal(below)[:, None]
             if part == 0:
                 tl.store(den + t, below, mask=base + t < n)
-        _put(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
+        write(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
     if LAUNCHES < 3:
         if (chunk == chunks - 1) & (head % (H // HEADS) == 0):
             if NORMALISE and LAUNCHES == 2:
@@ -522,11 +415,11 @@ def adjoints(
             kept = kept * keep
         for h in tl.static_range(GROUP):
             qh, shift_h = q + h * q_h, shift + h * n
-            psi = _features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
-            dob = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+            psi = features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
+            dob = read(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
             if NORMALISE:
-                psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
-                ob = _rows(o + h * o_h, t, o_t, ce, e, real, EVEN_N, EVEN_C)
+                psi = psi * reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
+                ob = read(o + h * o_h, t, o_t, ce, e, real, EVEN_N, EVEN_C)
                 d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
                 if part == 0:
                     tl.store(delta + h * n + t, d, mask=base + t < n)
@@ -547,7 +440,7 @@ def adjoints(
 @triton.jit
 def _dots(o, do, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
     """δ_i = do_i·o_i."""
-    ob = _rows(o, t, stride, column, width, real, EVEN_N, EVEN_C)
+    ob = read(o, t, stride, column, width, real, EVEN_N, EVEN_C)
     return tl.sum(do.to(tl.float32) * ob.to(tl.float32), 1)
 
 
@@ -621,7 +514,7 @@ def _queries(
     for at in range(0, tl.minimum(span, n - base), BLOCK):
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        raw = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+        raw = read(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
         dob = raw.to(OPERAND)
         grad = tl.zeros([BLOCK, R], tl.float32)
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -637,9 +530,9 @@ def _queries(
             grad += minus[:, None] * zs[None, :]
             d += minus[:, None]
         if CLOCKED:
-            psi = _features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
+            psi = features(q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
             if NORMALISE:
-                psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+                psi = psi * reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
             far = psi * into[:, None]
             inner = _precisely(dob, S, OPERAND, PRECISION)
             turn = _flow(inner, far, OPERAND, PRECISION) + tl.sum(grad * far, 1)
@@ -647,10 +540,10 @@ def _queries(
         else:
             grad = tl.dot(dob, S.to(OPERAND), grad, input_precision=PRECISION)
         if CAUSAL:
-            fk = _features(
+            fk = features(
                 k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2 if SEGMENTS else 1
             )
-            vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+            vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _weigh(d, b, run, BLOCK, DECAY, SEGMENTS, False).to(OPERAND)
             if DECAY > 0 or SEGMENTS:
@@ -668,12 +561,12 @@ def _queries(
             S = tl.dot(tl.trans(vb), fk.to(OPERAND), S, input_precision=PRECISION)
         if CLOCKED:
             tl.store(gain + t, tl.where(real, turn, 0.0), mask=base + t < n)
-        grad = _pulled(grad, q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
+        grad = pulled(grad, q, shift_q, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
         if NORMALISE:
-            grad = grad * _reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
+            grad = grad * reciprocal(tl.load(den + t, mask=real, other=0.0))[:, None]
         if SEGMENTS:
             grad = tl.where(real[:, None], grad, 0.0)
-        _put(dq, t, dq_t, cx, x, grad, n - base, EVEN_N, EVEN_C)
+        write(dq, t, dq_t, cx, x, grad, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
@@ -731,10 +624,10 @@ def _keys(
         at = (blocks - 1 - step) * BLOCK
         real, b, run, into, leave, keep = _clock(decay, code, base + at, n, BLOCK, DECAY, SEGMENTS)
         t = at + tl.arange(0, BLOCK)
-        fk = _features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
+        fk = features(k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 2 if SEGMENTS else 1)
         far = fk * leave[:, None]
         fk = fk.to(OPERAND)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         held = S.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(held), input_precision=PRECISION)
@@ -761,8 +654,8 @@ def _keys(
                 y = y * keep
             for h in tl.static_range(GROUP):
                 qh, shift_h = q + h * q_h, shift_q + h * n
-                psi = _features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
-                raw = _rows(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+                psi = features(qh, shift_h, turns, t, n, q_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C, 0)
+                raw = read(do + h * do_h, t, do_t, ce, e, real, EVEN_N, EVEN_C)
                 dob = raw.to(OPERAND)
                 if NORMALISE and DK:
                     if LAUNCHES == 1:
@@ -770,7 +663,7 @@ def _keys(
                     else:
                         delta_h = tl.load(delta + h * n + t, mask=real, other=0.0)
                 if NORMALISE:
-                    psi = psi * _reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
+                    psi = psi * reciprocal(tl.load(den + h * n + t, mask=real, other=0.0))[:, None]
                 if NORMALISE and DK and LAUNCHES == 1:
                     y -= tl.sum(psi * (delta_h * into)[:, None], 0)
                 fq = psi.to(OPERAND)
@@ -796,14 +689,14 @@ def _keys(
         if DK:
             if CLOCKED:
                 tl.store(loss + t, tl.where(real, turn, 0.0), mask=base + t < n)
-            gk = _pulled(gk, k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
+            gk = pulled(gk, k, shift_k, turns, t, n, k_t, cx, x, real, FEATURE, TURNED, EVEN_N, EVEN_C)
             if SEGMENTS:
                 gk = tl.where(real[:, None], gk, 0.0)
-            _put(dk, t, dk_t, cx, x, gk, n - base, EVEN_N, EVEN_C)
+            write(dk, t, dk_t, cx, x, gk, n - base, EVEN_N, EVEN_C)
         if DV:
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
-            _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
+            write(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
     if FIRST and DK and LAUNCHES < 3:
         if chunk == 0:
             if NORMALISE and LAUNCHES == 2:

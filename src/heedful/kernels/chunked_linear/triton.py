@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from heedful.kernels import launching
 from heedful.kernels.chunked_linear import launches, programs, reference
-from heedful.kernels.chunked_linear.launches import INTERPRETED
 from heedful.kernels.chunked_linear.reference import LinearState
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.kept import kept
-from heedful.kernels.launching import current_device
+from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
+from heedful.kernels.states import fill, state_in, tokens
 
 WIDEST = 256
 
@@ -72,7 +73,7 @@ def chunked_linear(
         shifted = reference.exp_shifts(q, k, causal, decay, code, state, heads)
         shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
-    q, k, v = _packed(q), _packed(k), _packed(v)
+    q, k, v = packed(q), packed(k), packed(v)
     decay = None if decay is None else decay.float().contiguous()
     turns = _turns(angles, q, k)
     rest = _rest(heads, S, decay, code, shift_q, turns[0])
@@ -81,11 +82,11 @@ def chunked_linear(
     plan = launches.plan(key, q, k, v, *kind)
     inputs = q, k, v, S, z, decay, code, shift_q, shift_k, *turns
     with on_device(q):
-        if _learns(q, k, v, S, z, decay):
+        if learns(q, k, v, S, z, decay):
             o, S, z = _Outputs.apply(*inputs, plan, True)
         else:
             o, final, _ = _attend(plan, *inputs, True)
-            S, z = _state(plan, final)
+            S, z = state_in(plan, final)
     return o, LinearState(S, z, log_scale)
 
 
@@ -140,20 +141,6 @@ def _rest(heads, S, *tensors) -> tuple | None:
     return heads, S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in tensors)
 
 
-def _steps(*tensors):
-    return tuple(step for x in tensors for step in x.stride()[:3])
-
-
-def _packed(x):
-    """Tokens whose coordinates lie side by side, as the kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _or(pointer, other):
-    """Triton wants a pointer even where the kernel never reads it."""
-    return other if pointer is None else pointer
-
-
 def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
     def describe():
         c, tile = plan.constants, 64
@@ -161,50 +148,36 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
             GIVEN=given,
             WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"],
             REVERSE=reverse,
-            GROUP=min(64, launches.power(chunks)),
+            GROUP=min(64, power(chunks)),
             TILE=tile,
         )
-        grid = launches.over(plan.slot, tile), plan.B * plan.heads
+        grid = over(plan.slot, tile), plan.B * plan.heads
         return "scan", programs.scan, grid, (chunks, plan.slot), constants
 
     launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
 
 
-def _fill(plan, slots, at, S, z):
-    """Puts a state (zero where there is none) into slot `at` of every head: Sᵀ, then z."""
-    slot = slots[:, :, at]
-    slot.zero_()
-    for there, x in zip(_views(plan, slot), (S, z), strict=True):
-        if there is not None and x is not None:
-            there.copy_(x.unflatten(2, there.shape[2:4]))
-
-
-def _learns(*tensors: Tensor | None) -> bool:
-    """Whether anything asks for a gradient; where nothing does, autograd's bookkeeping is left out."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
     """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspace."""
-    o = launches.tokens(plan.like_q, q, plan.e)
-    work = launches.empty((plan.forward.size,), q)
-    final = launches.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
+    o = tokens(plan.like_q, q, plan.e)
+    work = launching.empty((plan.forward.size,), q)
+    final = launching.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
     if S is not None:
-        _fill(plan, plan.forward.slots(work), 0, S, z)
+        fill(plan, plan.forward.slots(work), 0, S, z)
     den, slots, keeps, sums, spare = plan.forward.parts(work, "outputs" in plan.ready)
     end = spare if final is None else final
-    sq, sk, tq, tk, dec, runs = (_or(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
+    sq, sk, tq, tk, dec, runs = (either(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
     held = slots if plan.causal else end
 
     def states():
         grid, tile = launches.parted(plan, "states", "r", plan.heads, plan.chunks_k)
-        numbers = *_steps(k, v), plan.m, plan.span, plan.chunks_k, plan.r, plan.e
+        numbers = *steps(k, v), plan.m, plan.span, plan.chunks_k, plan.r, plan.e
         return "states", programs.states, grid, numbers, dict(KV=plan.Hkv, HEADS=plan.heads, **tile)
 
     def outputs():
         name = "walk" if plan.launches == 1 else "outputs"
         grid, tile = launches.parted(plan, name, "e", plan.H, plan.chunks_q)
-        numbers = *_steps(q, k, v, o), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
+        numbers = *steps(q, k, v, o), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
         given = S is not None or not plan.causal
         constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, GIVEN=given, LAUNCHES=plan.launches)
         return name, programs.outputs, grid, numbers, {**constants, **tile}
@@ -217,18 +190,6 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
     return o, final, work
 
 
-def _views(plan, slot):
-    """S (B, heads, sides, d, e) and z (B, heads, sides, d) in slots; the sides are cosines and sines, or one."""
-    area, sides = plan.r * plan.e, plan.r // plan.d
-    S = slot[..., :area].unflatten(-1, (plan.e, plan.d, sides)).permute(0, 1, 4, 3, 2)
-    return S, slot[..., area:].unflatten(-1, (plan.d, sides)).mT if plan.normalise else None
-
-
-def _state(plan, final):
-    """S and z out of slots; z is None where nothing is normalised."""
-    return tuple(None if x is None else x.flatten(2, 3) for x in _views(plan, final))
-
-
 class _Outputs(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, and of the workspace den, the states of chunks and z before each block."""
 
@@ -239,7 +200,7 @@ class _Outputs(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, o, work, final, *known)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.given = plan, S is not None
-        return (o, *_state(plan, final)) if stateful else o
+        return (o, *state_in(plan, final)) if stateful else o
 
     @staticmethod
     def backward(ctx, do, dS=None, dz=None):
@@ -250,10 +211,10 @@ def _pull_back(ctx, do, dS, dz):
     """The gradients of the inputs of `_Outputs`."""
     q, k, v, o, work, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
     plan, given = ctx.plan, dS is not None or dz is not None
-    do = torch.zeros_like(o) if do is None else _packed(do)
-    dq = launches.tokens(plan.like_q, q, plan.d)
+    do = torch.zeros_like(o) if do is None else packed(do)
+    dq = tokens(plan.like_q, q, plan.d)
     # with a decay a key head has one gradient for each query head: they are summed below
-    dk, dv = launches.tokens(plan.like_k, k, plan.d), launches.tokens(plan.like_v, v, plan.e)
+    dk, dv = tokens(plan.like_k, k, plan.d), tokens(plan.like_v, v, plan.e)
     clocked = decay is not None and ctx.needs_input_grad[5]
     incoming = *do.stride(), do.data_ptr() % 16, given, clocked
     known = ("gradients", plan.merged, plan.narrow, True, incoming) in plan.ready  # the last of the launches
@@ -262,18 +223,18 @@ def _pull_back(ctx, do, dS, dz):
         slots = spare if final is None else final
     delta = back = keeps_back = after = first = room = q
     if plan.launches > 1 or given or ctx.given:
-        room = launches.empty((plan.backward.size,), q)
+        room = launching.empty((plan.backward.size,), q)
         if given:
-            _fill(plan, plan.backward.slots(room), plan.chunks_q, dS, dz)
+            fill(plan, plan.backward.slots(room), plan.chunks_q, dS, dz)
         delta, back, keeps_back, after, first = plan.backward.parts(room, known)
     gain = loss = q
     if clocked:
-        gain, loss = (launches.empty((plan.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
-    sq, sk, tq, tk, dec, runs = (_or(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
+        gain, loss = (launching.empty((plan.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
+    sq, sk, tq, tk, dec, runs = (either(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
 
     def adjoints():
         grid, tile = launches.parted(plan, "adjoints", "r", plan.heads, plan.chunks_q)
-        numbers = *_steps(q, o, do), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
+        numbers = *steps(q, o, do), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
         return "adjoints", programs.adjoints, grid, numbers, dict(H=plan.H, HEADS=plan.heads, **tile)
 
     def gradients(splits, queries, DK, DV):
@@ -287,7 +248,7 @@ def _pull_back(ctx, do, dS, dz):
                 keys, tile = launches.parted(plan, name, splits, plan.heads, plan.chunks_k)
                 grid = (split + keys[0],)
             numbers = (
-                *(*_steps(q, k, v, o, do, dq, dk, dv), plan.n, plan.m, plan.span),
+                *(*steps(q, k, v, o, do, dq, dk, dv), plan.n, plan.m, plan.span),
                 *(plan.chunks_q, plan.chunks_k, split, plan.B * plan.H, plan.r, plan.e),
             )
             flags = dict(GIVEN=ctx.given or not plan.causal, GIVEN_BACK=given, FIRST=ctx.given, LAUNCHES=plan.launches)
@@ -321,7 +282,7 @@ def _pull_back(ctx, do, dS, dz):
         dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))
     dS = dz = None
     if ctx.given:
-        dS, dz = _state(plan, plan.backward.end(room))
+        dS, dz = state_in(plan, plan.backward.end(room))
     return dq, dk, dv, dS, dz, ddecay, *[None] * 7
 
 
@@ -331,8 +292,8 @@ def _clock_gradient(plan, gain, loss, final, dS, dz, decay, code):
     The sums nearly cancel over a whole segment, so they are in float64.
     """
     change = (gain.sum(0, dtype=torch.float64) - loss.sum(0, dtype=torch.float64)).flip(-1).cumsum(-1).flip(-1)
-    for x, dx in zip(_state(plan, final), (dS, dz), strict=True):
-        if dx is not None:
+    for x, dx in zip(state_in(plan, final), (dS, dz), strict=True):
+        if x is not None and dx is not None:
             change = change + (x.double() * dx).flatten(2).sum(-1)[..., None]
     if code is not None:
         change = change.masked_fill((code < 0)[:, None], 0)

@@ -30,16 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heedful.kernels.arithmetic import exp2
-from heedful.kernels.chunked_linear.programs import (
-    LOG2E,
-    _features,
-    _link,
-    _pulled,
-    _put,
-    _reciprocal,
-    _rows,
-)
+from heedful.kernels.arithmetic import LOG2E, exp2, link, reciprocal
+from heedful.kernels.tiles import features, pulled, read, write
 
 SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
 
@@ -68,6 +60,16 @@ else:
 
 
 @triton.jit
+def _place(chunks, span, H: tl.constexpr, PARTS: tl.constexpr):
+    """Of a program: which part of the axis that is split, which chunk, row, batch entry and head; its first token."""
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    chunk = (pid // PARTS) % chunks
+    row = (pid // PARTS // chunks).to(tl.int64)
+    return part, chunk, row, row // H, row % H, chunk * span
+
+
+@triton.jit
 def _tokens(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
     """Of the block at `start`: which tokens are real, their runs, and where a state enters, leaves, stays (1 or 0)."""
     t = start + tl.arange(0, BLOCK)
@@ -93,7 +95,7 @@ def _tokens(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
 @triton.jit
 def _gates(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
     """A tile of log-gates to base 2, channels × tokens; nothing fades outside and at padding."""
-    x = tl.trans(_rows(pointer, t, stride, column, width, real, EVEN_N, EVEN_C)).to(tl.float32) * LOG2E
+    x = tl.trans(read(pointer, t, stride, column, width, real, EVEN_N, EVEN_C)).to(tl.float32) * LOG2E
     return tl.where(x < SHUT, SHUT, x)
 
 
@@ -142,8 +144,18 @@ def _phi(pointer, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN_N:
          CLEAR: tl.constexpr):  # fmt: skip
     """A tile of features, channels × tokens."""
     return tl.trans(
-        _features(pointer, pointer, pointer, t, 0, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, CLEAR)
+        features(pointer, pointer, pointer, t, 0, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, CLEAR)
     )
+
+
+@triton.jit
+def _psi(q, den, t, stride, column, width, real, FEATURE: tl.constexpr, NORMALISE: tl.constexpr,
+         EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):  # fmt: skip
+    """A tile of ψ = φq / den, channels × tokens."""
+    psi = _phi(q, t, stride, column, width, real, FEATURE, EVEN_N, EVEN_C, 0)
+    if NORMALISE:
+        psi = psi * reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
+    return psi
 
 
 @triton.jit
@@ -180,6 +192,15 @@ def _diagonal(d, pairs):
 
 
 @triton.jit
+def _moved(f, by, ends, SEGMENTS: tl.constexpr, OPERAND: tl.constexpr):
+    """Features times what is left of them where they enter the block or after it, rounded as operands are."""
+    f = f * by
+    if SEGMENTS:
+        f = f * ends[None, :]
+    return _rounded(f, OPERAND)
+
+
+@triton.jit
 def _carried(x, keep, stays, SEGMENTS: tl.constexpr):
     if SEGMENTS:
         keep = keep * stays
@@ -205,47 +226,15 @@ def _hold(slot, cr, ce, r, e, S, z, NORMALISE: tl.constexpr):
 
 @triton.jit
 def states(
-    k,
-    v,
-    g,
-    code,
-    slots,
-    keeps,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    g_b,
-    g_h,
-    g_t,
-    n,
-    span,
-    chunks,
-    r,
-    e,
-    H: tl.constexpr,
-    FEATURE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    k, v, g, code, slots, keeps,
+    k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    n, span, chunks, r, e,
+    H: tl.constexpr, FEATURE: tl.constexpr, NORMALISE: tl.constexpr, SEGMENTS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One chunk's own Sᵀ and z, in slot c + 1 of its head, and what it keeps; splits r."""
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    chunk = (pid // PARTS) % chunks
-    row = (pid // PARTS // chunks).to(tl.int64)
-    batch, head = row // H, row % H
-    base = chunk * span
+    part, chunk, row, batch, head, base = _place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     k += batch * k_b + head * k_h + skip * k_t
     v += batch * v_b + head * v_h + skip * v_t
@@ -261,11 +250,8 @@ def states(
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         b = _places(t, R, OPERAND)
         fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        go = fk * _leave(x, b, OPERAND)
-        if SEGMENTS:
-            go = go * leaves[None, :]
-        go = _rounded(go, OPERAND)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        go = _moved(fk, _leave(x, b, OPERAND), leaves, SEGMENTS, OPERAND)
         keep = exp2(tl.sum(x, 1))
         if NORMALISE:
             z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
@@ -279,17 +265,10 @@ def states(
 
 @triton.jit
 def scan(
-    slots,
-    keeps,
-    end,
-    chunks,
-    width,
-    r,
-    GIVEN: tl.constexpr,
-    REVERSE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    slots, keeps, end,
+    chunks, width, r,
+    GIVEN: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the slots of a head, or x_c ← keep_c ∘ x_{c+1} + x_c backwards.
 
     The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`. A slot is rows of r
@@ -308,7 +287,7 @@ def scan(
         here = slots + (c if REVERSE else c + 1)[:, None] * width + column[None, :]
         own = tl.load(here, mask=mask, other=0.0)
         keep = tl.load(keeps + c[:, None] * r + (column % r)[None, :], mask=mask, other=1.0)
-        kept, own = tl.associative_scan((keep, own), 0, _link)
+        kept, own = tl.associative_scan((keep, own), 0, link)
         own += kept * x[None, :]
         tl.store(here, own, mask=mask)
         x = tl.sum(tl.where((tl.arange(0, GROUP) == GROUP - 1)[:, None], own, 0.0), 0)
@@ -317,56 +296,15 @@ def scan(
 
 @triton.jit
 def outputs(
-    q,
-    k,
-    v,
-    g,
-    o,
-    den,
-    code,
-    slots,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    g_b,
-    g_h,
-    g_t,
-    o_b,
-    o_h,
-    o_t,
-    n,
-    span,
-    chunks,
-    r,
-    e,
-    H: tl.constexpr,
-    GIVEN: tl.constexpr,
-    FEATURE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    q, k, v, g, o, den, code, slots,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, o_b, o_h, o_t,
+    n, span, chunks, r, e,
+    H: tl.constexpr, GIVEN: tl.constexpr, FEATURE: tl.constexpr, NORMALISE: tl.constexpr, SEGMENTS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One chunk's outputs from the state before it; splits e."""
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    chunk = (pid // PARTS) % chunks
-    row = (pid // PARTS // chunks).to(tl.int64)
-    batch, head = row // H, row % H
-    base = chunk * span
+    part, chunk, row, batch, head, base = _place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
     k += batch * k_b + head * k_h + skip * k_t
@@ -385,7 +323,7 @@ def outputs(
         b = _places(t, R, OPERAND)
         fq = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
         fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         come = fq * _into(x, b, OPERAND)
         if SEGMENTS:
             come = come * enters[None, :]
@@ -401,11 +339,9 @@ def outputs(
             a = tl.where((pairs >> level) == 1, w, a)
         a = _alike(a, run, SEGMENTS)
         acc = tl.dot(a.to(OPERAND), vb, acc, input_precision=PRECISION)
-        go = fk * _leave(x, b, OPERAND)
+        go = _moved(fk, _leave(x, b, OPERAND), leaves, SEGMENTS, OPERAND)
         if SEGMENTS:
-            go = go * leaves[None, :]
             acc = tl.where(real[:, None], acc, 0.0)
-        go = _rounded(go, OPERAND)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
         S = tl.dot(go.to(OPERAND), vb, S, input_precision=PRECISION)
         if NORMALISE:
@@ -413,60 +349,23 @@ def outputs(
             below += tl.sum(a, 1)
             if SEGMENTS:
                 below = tl.where(real, below, 0.0)
-            acc = acc * _reciprocal(below)[:, None]
+            acc = acc * reciprocal(below)[:, None]
             if part == 0:
                 tl.store(den + t, below, mask=base + t < n)
-        _put(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
+        write(o, t, o_t, ce, e, acc, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
 def adjoints(
-    q,
-    g,
-    o,
-    do,
-    den,
-    delta,
-    code,
-    slots,
-    q_b,
-    q_h,
-    q_t,
-    g_b,
-    g_h,
-    g_t,
-    o_b,
-    o_h,
-    o_t,
-    do_b,
-    do_h,
-    do_t,
-    n,
-    span,
-    chunks,
-    r,
-    e,
-    H: tl.constexpr,
-    FEATURE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    q, g, o, do, den, delta, code, slots,
+    q_b, q_h, q_t, g_b, g_h, g_t, o_b, o_h, o_t, do_b, do_h, do_t,
+    n, span, chunks, r, e,
+    H: tl.constexpr, FEATURE: tl.constexpr, NORMALISE: tl.constexpr, SEGMENTS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One chunk's own Rᵀ and y, in slot c of its head, and δ; splits r."""
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    chunk = (pid // PARTS) % chunks
-    row = (pid // PARTS // chunks).to(tl.int64)
-    batch, head = row // H, row % H
-    base = chunk * span
+    part, chunk, row, batch, head, base = _place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
     g += batch * g_b + head * g_h + skip * g_t
@@ -485,17 +384,12 @@ def adjoints(
         t = at + tl.arange(0, BLOCK)
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         b = _places(t, R, OPERAND)
-        psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
-        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
-        if NORMALISE:
-            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
-        come = psi * _into(x, b, OPERAND)
-        if SEGMENTS:
-            come = come * enters[None, :]
-        come = _rounded(come, OPERAND)
+        psi = _psi(q, den, t, q_t, cr, r, real, FEATURE, NORMALISE, EVEN_N, EVEN_C)
+        dob = read(do, t, do_t, ce, e, real, EVEN_N, EVEN_C)
+        come = _moved(psi, _into(x, b, OPERAND), enters, SEGMENTS, OPERAND)
         keep = exp2(tl.sum(x, 1))
         if NORMALISE:
-            ob = _rows(o, t, o_t, ce, e, real, EVEN_N, EVEN_C)
+            ob = read(o, t, o_t, ce, e, real, EVEN_N, EVEN_C)
             d = tl.sum(dob.to(tl.float32) * ob.to(tl.float32), 1)
             if part == 0:
                 tl.store(delta + t, d, mask=base + t < n)
@@ -508,63 +402,16 @@ def adjoints(
 
 @triton.jit
 def queries(
-    q,
-    k,
-    v,
-    g,
-    do,
-    den,
-    delta,
-    dq,
-    gain,
-    code,
-    slots,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    g_b,
-    g_h,
-    g_t,
-    do_b,
-    do_h,
-    do_t,
-    dq_b,
-    dq_h,
-    dq_t,
-    n,
-    span,
-    chunks,
-    r,
-    e,
-    H: tl.constexpr,
-    GIVEN: tl.constexpr,
-    GATED: tl.constexpr,
-    FEATURE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
+    q, k, v, g, do, den, delta, dq, gain, code, slots,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+    n, span, chunks, r, e,
+    H: tl.constexpr, GIVEN: tl.constexpr, GATED: tl.constexpr, FEATURE: tl.constexpr, NORMALISE: tl.constexpr,
+    SEGMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr,
-):
+):  # fmt: skip
     """One chunk's dq from the state before it, and φq ∘ dφq if the gates want a gradient; splits r."""
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    chunk = (pid // PARTS) % chunks
-    row = (pid // PARTS // chunks).to(tl.int64)
-    batch, head = row // H, row % H
-    base = chunk * span
+    part, chunk, row, batch, head, base = _place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
     k += batch * k_b + head * k_h + skip * k_t
@@ -585,8 +432,8 @@ def queries(
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         b = _places(t, R, OPERAND)
         fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        dob = read(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         keep = exp2(tl.sum(x, 1))
         into = _into(x, b, OPERAND)
         if SEGMENTS:
@@ -595,7 +442,7 @@ def queries(
         d = tl.zeros([BLOCK, BLOCK], tl.float32)
         if NORMALISE:
             minus = -tl.load(delta + t, mask=real, other=0.0)
-            below = _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
+            below = reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
             grad += z[:, None] * minus[None, :]
             d += minus[None, :]
         grad = _by_state(S, tl.trans(dob), grad, GATED, OPERAND, PRECISION)
@@ -616,92 +463,33 @@ def queries(
             if GATED:
                 turn += got * _rounded(psi * f, OPERAND)
         grad += _diagonal(d, pairs)[None, :] * fk
-        go = fk * _leave(x, b, OPERAND)
+        go = _moved(fk, _leave(x, b, OPERAND), leaves, SEGMENTS, OPERAND)
         if SEGMENTS:
-            go = go * leaves[None, :]
             grad = tl.where(real[None, :], grad, 0.0)
-        go = _rounded(go, OPERAND)
         S = _carried(S, keep[:, None], stays, SEGMENTS)
         S = tl.dot(go.to(OPERAND), vb, S, input_precision=PRECISION)
         if NORMALISE:
             grad = grad * below
             z = _carried(z, keep, stays, SEGMENTS) + tl.sum(go, 1)
         if GATED:
-            _put(gain, t, r, cr, r, tl.trans(turn), n - base, EVEN_N, EVEN_C)
-        grad = _pulled(tl.trans(grad), q, q, q, t, 0, q_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
-        _put(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
+            write(gain, t, r, cr, r, tl.trans(turn), n - base, EVEN_N, EVEN_C)
+        grad = pulled(tl.trans(grad), q, q, q, t, 0, q_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
+        write(dq, t, dq_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
 
 
 @triton.jit
 def keys(
-    q,
-    k,
-    v,
-    g,
-    do,
-    den,
-    delta,
-    dk,
-    dv,
-    dg,
-    gain,
-    code,
-    slots,
-    back,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    g_b,
-    g_h,
-    g_t,
-    do_b,
-    do_h,
-    do_t,
-    dk_b,
-    dk_h,
-    dk_t,
-    dv_b,
-    dv_h,
-    dv_t,
-    dg_b,
-    dg_h,
-    dg_t,
-    n,
-    span,
-    chunks,
-    r,
-    e,
-    H: tl.constexpr,
-    GIVEN: tl.constexpr,
-    GATED: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    FEATURE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    q, k, v, g, do, den, delta, dk, dv, dg, gain, code, slots, back,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h,
+    dv_t, dg_b, dg_h, dg_t,
+    n, span, chunks, r, e,
+    H: tl.constexpr, GIVEN: tl.constexpr, GATED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    FEATURE: tl.constexpr, NORMALISE: tl.constexpr, SEGMENTS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One chunk's dk, dg and dv from the adjoint after it; where that is too wide, dk, dg alone split r, dv alone e."""
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    chunk = (pid // PARTS) % chunks
-    row = (pid // PARTS // chunks).to(tl.int64)
-    batch, head = row // H, row % H
-    base = chunk * span
+    part, chunk, row, batch, head, base = _place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
     k += batch * k_b + head * k_h + skip * k_t
@@ -732,11 +520,9 @@ def keys(
         x = _gates(g, t, g_t, cr, r, real, EVEN_N, EVEN_C)
         b = _places(t, R, OPERAND)
         fk = _phi(k, t, k_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 2)
-        psi = _phi(q, t, q_t, cr, r, real, FEATURE, EVEN_N, EVEN_C, 0)
-        if NORMALISE:
-            psi = psi * _reciprocal(tl.load(den + t, mask=real, other=0.0))[None, :]
-        vb = _rows(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
-        dob = _rows(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        psi = _psi(q, den, t, q_t, cr, r, real, FEATURE, NORMALISE, EVEN_N, EVEN_C)
+        vb = read(v, t, v_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
+        dob = read(do, t, do_t, ce, e, real, EVEN_N, EVEN_C).to(OPERAND)
         pairs = _pairs(t, False)
         turned = _pairs(t, True)
         leave = _leave(x, b, OPERAND)
@@ -756,7 +542,7 @@ def keys(
                 d += minus[:, None]
             gk = _by_state(S, tl.trans(vb), gk, GATED, OPERAND, PRECISION)
             if GATED:
-                turn = tl.trans(_rows(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C)) - gk * go
+                turn = tl.trans(read(gain, t, r, cr, r, base + t < n, EVEN_N, EVEN_C)) - gk * go
             gk = gk * leave
             d = tl.dot(dob, tl.trans(vb), d, input_precision=PRECISION)
             d = _alike(d, run, SEGMENTS)
@@ -776,11 +562,8 @@ def keys(
             gv = tl.dot(_alike(a, run, SEGMENTS).to(OPERAND), dob, gv, input_precision=PRECISION)
             if SEGMENTS:
                 gv = tl.where(real[:, None], gv, 0.0)
-            _put(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
-        come = psi * _into(x, b, OPERAND)
-        if SEGMENTS:
-            come = come * enters[None, :]
-        come = _rounded(come, OPERAND)
+            write(dv, t, dv_t, ce, e, gv, n - base, EVEN_N, EVEN_C)
+        come = _moved(psi, _into(x, b, OPERAND), enters, SEGMENTS, OPERAND)
         keep = exp2(tl.sum(x, 1))
         S = _carried(S, keep[:, None], stays, SEGMENTS)
         S = tl.dot(come.to(OPERAND), dob, S, input_precision=PRECISION)
@@ -791,10 +574,10 @@ def keys(
                 change = _sums(turn, b[:, None] >= b[None, :], OPERAND) + late[:, None]
                 if SEGMENTS:
                     change = tl.where(real[None, :], change, 0.0)
-                _put(dg, t, dg_t, cr, r, tl.trans(change), n - base, EVEN_N, EVEN_C)
+                write(dg, t, dg_t, cr, r, tl.trans(change), n - base, EVEN_N, EVEN_C)
                 late += tl.sum(turn, 1)
             gk += _diagonal(d, pairs)[None, :] * psi
             if SEGMENTS:
                 gk = tl.where(real[None, :], gk, 0.0)
-            grad = _pulled(tl.trans(gk), k, k, k, t, 0, k_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
-            _put(dk, t, dk_t, cr, r, grad, n - base, EVEN_N, EVEN_C)
+            grad = pulled(tl.trans(gk), k, k, k, t, 0, k_t, cr, r, real, FEATURE, False, EVEN_N, EVEN_C)
+            write(dk, t, dk_t, cr, r, grad, n - base, EVEN_N, EVEN_C)

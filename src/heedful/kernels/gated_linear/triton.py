@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels import launching
-from heedful.kernels.chunked_linear import launches
-from heedful.kernels.chunked_linear.launches import _layout, _precision
 from heedful.kernels.chunked_linear.reference import LinearState, runs
-from heedful.kernels.chunked_linear.triton import _fill, _learns, _or, _packed, _state, _steps
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import programs, reference
-from heedful.kernels.launching import INTERPRETED, over, power, up
+from heedful.kernels.launching import INTERPRETED, either, learns, over, packed, power, precision, steps, up
+from heedful.kernels.states import fill, layout, state_in, tokens
 from heedful.kernels.uncompiled import uncompiled
 
 WIDEST = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
@@ -97,15 +95,15 @@ def gated_linear(
     """
     code = None if segments is None else runs(segments)[0]
     S, z = (None, None) if state is None else (state.S, state.z if normalise else None)
-    q, k, v = _packed(q), _packed(k), _packed(v)
-    g = _packed(log_decay if log_decay.dtype in TYPES else log_decay.float())
+    q, k, v = packed(q), packed(k), packed(v)
+    g = packed(log_decay if log_decay.dtype in TYPES else log_decay.float())
     plan = _plan(q, k, v, g, code, feature, normalise, S is not None)
     with on_device(q):
-        if _learns(q, k, v, g, S, z):
+        if learns(q, k, v, g, S, z):
             o, S, z = _Outputs.apply(q, k, v, g, S, z, code, plan)
         else:
             o, final, _ = _attend(plan, q, k, v, g, S, z, code)
-            S, z = _state(plan, final)
+            S, z = state_in(plan, final)
     return o, LinearState(S, z)
 
 
@@ -124,7 +122,7 @@ class Plan:
         self.span = span(self.n, self.rows)
         self.chunks = over(self.n, self.span)
         self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
-        self.like_q, self.like_k, self.like_v, self.like_g = (_layout(x, self.heads) for x in (q, k, v, g))
+        self.like_q, self.like_k, self.like_v, self.like_g = (layout(x, self.heads) for x in (q, k, v, g))
         # a number a query (den, δ), slots, and forward what chunks keep
         sizes = self.rows * self.n * normalise, self.rows * (self.chunks + 1) * self.slot
         self.sizes = [max(64, up(x, 64)) for x in sizes]
@@ -136,7 +134,7 @@ class Plan:
             SEGMENTS=code is not None,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=_precision(q.dtype, kind[0], False),
+            PRECISION=precision(q.dtype, kind[0]),
             EVEN_C=(self.r, self.e) == (self.R, self.E),
         )
         self.ready: dict = {}
@@ -203,17 +201,17 @@ def span(n: int, rows: int) -> int:
 
 def _attend(plan, q, k, v, g, S, z, code):
     """The launches: o, the last state (as slots of Sᵀ and z), the workspaces."""
-    o = launches.tokens(plan.like_q, q, plan.e)
-    work, keeps = launches.empty((sum(plan.sizes),), q), launches.empty((plan.kept,), q)
-    final = launches.empty((plan.B, plan.heads, plan.slot), q)
+    o = tokens(plan.like_q, q, plan.e)
+    work, keeps = launching.empty((sum(plan.sizes),), q), launching.empty((plan.kept,), q)
+    final = launching.empty((plan.B, plan.heads, plan.slot), q)
     if S is not None:
-        _fill(plan, plan.slots(work), 0, S, z)
+        fill(plan, plan.slots(work), 0, S, z)
     den, slots = work.split(plan.sizes)
-    runs = _or(code, q)
-    plan.launch("states", None, (k, v, g, runs, slots, keeps), programs.states, _steps(k, v, g), "r")
+    runs = either(code, q)
+    plan.launch("states", None, (k, v, g, runs, slots, keeps), programs.states, steps(k, v, g), "r")
     plan.scan(slots, keeps, final, plan.given, False)
     pointers = q, k, v, g, o, den, runs, slots
-    plan.launch("outputs", None, pointers, programs.outputs, _steps(q, k, v, g, o), "e", GIVEN=plan.given)
+    plan.launch("outputs", None, pointers, programs.outputs, steps(q, k, v, g, o), "e", GIVEN=plan.given)
     return o, final, (work, keeps)
 
 
@@ -226,33 +224,33 @@ class _Outputs(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, o, code, *kept)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        return (o, *_state(plan, final))
+        return (o, *state_in(plan, final))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS, dz):
         q, k, v, g, o, code, work, keeps = ctx.saved_tensors
         plan, given, gated = ctx.plan, dS is not None or dz is not None, ctx.needs_input_grad[3]
-        do = torch.zeros_like(o) if do is None else _packed(do)
+        do = torch.zeros_like(o) if do is None else packed(do)
         dq, dk, dv = (
-            launches.tokens(plan.like_q, q, plan.r),
-            launches.tokens(plan.like_k, k, plan.r),
-            launches.tokens(plan.like_v, v, plan.e),
+            tokens(plan.like_q, q, plan.r),
+            tokens(plan.like_k, k, plan.r),
+            tokens(plan.like_v, v, plan.e),
         )
-        dg, gain = (launches.tokens(plan.like_g, g, plan.r), launches.empty(q.shape, q)) if gated else (q, q)
-        room, first = launches.empty((sum(plan.sizes),), q), launches.empty((plan.B, plan.heads, plan.slot), q)
+        dg, gain = (tokens(plan.like_g, g, plan.r), launching.empty(q.shape, q)) if gated else (q, q)
+        room, first = launching.empty((sum(plan.sizes),), q), launching.empty((plan.B, plan.heads, plan.slot), q)
         if given:
-            _fill(plan, plan.slots(room), plan.chunks, dS, dz)
+            fill(plan, plan.slots(room), plan.chunks, dS, dz)
         (den, slots), (delta, back) = work.split(plan.sizes), room.split(plan.sizes)
-        runs, key = _or(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
+        runs, key = either(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
         plan.launch(
             *("adjoints", key, (q, g, o, do, den, delta, runs, back)),
-            *(programs.adjoints, _steps(q, g, o, do), "r"),
+            *(programs.adjoints, steps(q, g, o, do), "r"),
         )
         plan.scan(back, keeps, first, given, True)
         plan.launch(
             *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots)),
-            *(programs.queries, _steps(q, k, v, g, do, dq), "r"),
+            *(programs.queries, steps(q, k, v, g, do, dq), "r"),
             GIVEN=plan.given,
             GATED=gated,
         )
@@ -260,11 +258,11 @@ class _Outputs(torch.autograd.Function):
         for splits, DK, DV in [("r", True, True)] if narrow else [("r", True, False), ("e", False, True)]:
             plan.launch(
                 *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back)),
-                *(programs.keys, _steps(q, k, v, g, do, dk, dv, dg), splits),
+                *(programs.keys, steps(q, k, v, g, do, dk, dv, dg), splits),
                 GIVEN=given,
                 GATED=gated,
                 DK=DK,
                 DV=DV,
             )
-        dS, dz = _state(plan, first) if plan.given else (None, None)
+        dS, dz = state_in(plan, first) if plan.given else (None, None)
         return dq, dk, dv, dg if gated else None, dS, dz, None, None

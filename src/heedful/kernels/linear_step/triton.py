@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heedful.kernels.chunked_linear.reference import LEAST
+from heedful.kernels.arithmetic import TINY
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, launch, over, power
 from heedful.kernels.linear_step import reference
 from heedful.shapes import broadcast_shapes
 
 READY: dict = {}
-TINY = tl.constexpr(LEAST[torch.float32])
 
 
 def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
 from heedful.kernels.kept import kept
-from heedful.kernels.launching import INTERPRETED, over, power
+from heedful.kernels.launching import INTERPRETED, over, power, precision
 from heedful.kernels.random_features import programs
 
 
@@ -59,19 +59,6 @@ def config(low: bool, widest: int) -> tuple[int, dict[str, Config]]:
     return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
 
 
-def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
-    """Every output and workspace is born here, so that a test can fill it with NaN first."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def tokens_like(shape, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, heads, n, width) in the memory order of `like`: heads before tokens, or tokens before heads."""
-    B, h, n, w = shape
-    if like.stride(1) < like.stride(2):
-        return empty((B, n, h, w), like, dtype).transpose(1, 2)
-    return empty(shape, like, dtype)
-
-
 class Plan:
     """What the launches for inputs of one kind share: sizes, constants, the compiled kernels."""
 
@@ -95,7 +82,7 @@ class Plan:
             CAUSAL=causal,
             SPLIT=SPLIT and low,
             OPERAND=tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
-            PRECISION="tf32" if q.dtype == torch.float16 else "tf32x3" if widest < 256 else "ieee",
+            PRECISION=precision(q.dtype, widest),
             EVEN_N=self.n % self.block == self.m % self.block == 0,
             EVEN_D=self.d == self.D,
             EVEN_E=self.e == self.E,
@@ -141,7 +128,8 @@ class Plan:
     def room(self, rows, chunks, like) -> tuple[Tensor, Tensor]:
         """For the states of all chunks: one more than chunks where causal, and only then in the operands' precision."""
         chunks, dtype = (chunks + 1, self.operand) if self.causal else (chunks, torch.float32)
-        return empty((self.B, rows, chunks, self.E, self.M), like, dtype), empty((self.B, rows, chunks, self.M), like)
+        S = launching.empty((self.B, rows, chunks, self.E, self.M), like, dtype)
+        return S, launching.empty((self.B, rows, chunks, self.M), like)
 
     def join(self, rows, slots, sums, levels, reverse) -> tuple[Tensor, Tensor]:
         """The states before (or after) each block, in place; where nothing is causal, the state of all."""

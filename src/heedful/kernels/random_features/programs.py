@@ -25,16 +25,11 @@ written by one program in a fixed order: runs are bit-equal. README.md has the f
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from heedful.kernels.arithmetic import exp2
-from heedful.kernels.chunked_linear.reference import LEAST
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-TINY = tl.constexpr(LEAST[torch.float32])
+from heedful.kernels.arithmetic import LN2, LOG2E, exp2, link, reciprocal
+from heedful.kernels.tiles import read, write
 
 
 @triton.jit
@@ -43,42 +38,9 @@ def _larger(a, b):
 
 
 @triton.jit
-def _link(keep1, x1, keep2, x2):
-    return keep1 * keep2, x1 * keep2 + x2
-
-
-@triton.jit
-def _reciprocal(den):
-    """1 / den; zero where there is nothing to divide by."""
-    some = tl.abs(den) >= TINY
-    return tl.where(some, 1 / tl.where(some, den, 1.0), 0.0)
-
-
-@triton.jit
-def _rows(pointer, t, stride, column, width, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """A tile of tokens × columns as stored, zero outside."""
-    at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN_N and EVEN_C:
-        return tl.load(at)
-    elif EVEN_C:
-        return tl.load(at, mask=(t < left)[:, None], other=0)
-    else:
-        return tl.load(at, mask=(t < left)[:, None] & (column < width)[None, :], other=0)
-
-
-@triton.jit
 def _numbers(pointer, t, left):
     """One number a token, zero outside."""
     return tl.load(pointer + t, mask=t < left, other=0.0)
-
-
-@triton.jit
-def _put(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    at = pointer + t[:, None] * stride + column[None, :]
-    if EVEN_N and EVEN_C:
-        tl.store(at, tile)
-    else:
-        tl.store(at, tile, mask=(t < left)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -147,7 +109,7 @@ def peaks(
     bias += (head % WEIGHTS) * M
     t, left = tl.arange(0, BLOCK), n - base
     first = row * n + base
-    tile = _rows(x, t, x_t, tl.arange(0, D), d, left, EVEN_N, EVEN_D).to(OPERAND)
+    tile = read(x, t, x_t, tl.arange(0, D), d, t < left, EVEN_N, EVEN_D).to(OPERAND)
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     for at in range(0, M, R):
         logs, _high = _logs(tile, W, bias, at, SPLIT, PRECISION, D, M, R)
@@ -209,8 +171,8 @@ def states(
     left = n - base
     for step in range(0, tl.minimum(span, left), BLOCK):
         t = step + tl.arange(0, BLOCK)
-        x = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
+        x = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
+        u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
         logs, _high = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
         f = exp2(logs - _numbers(peaks, t, left)[:, None])
         leave = exp2(tl.load(tops + t, mask=t < left, other=float("-inf")) - last)
@@ -246,7 +208,7 @@ def scan(
         a = tl.load(levels + c, mask=ok, other=0.0)
         b = tl.load(levels + c + 1, mask=ok, other=0.0)
         keep = exp2(a - b)
-        kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, _link)
+        kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, link)
         own += kept * x[None, :]
         tl.store(here, own, mask=ok[:, None] & inside)
         # chunks beyond the last add nothing and keep everything
@@ -296,12 +258,12 @@ def outputs(
     bias += (head % WEIGHTS) * M
     t, left = tl.arange(0, BLOCK), n - base
     cd, ce = tl.arange(0, D), tl.arange(0, E)
-    x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+    x = read(q, t, q_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
     a = _numbers(peaks_q + row * n + base, t, left)
     if CAUSAL:
         k += batch * k_b + kv * k_h + skip * k_t
         v += batch * v_b + kv * v_h + skip * v_t
-        y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+        y = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
         b = _numbers(peaks + owner * n + base, t, left)
         slots += (owner * (blocks + 1) + block) * (E * M)
         sums += (owner * (blocks + 1) + block) * M
@@ -324,7 +286,7 @@ def outputs(
             fk = fk.to(OPERAND)
             P = tl.dot(fq, tl.trans(fk), P, input_precision=PRECISION)
     if CAUSAL:
-        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
+        u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
         at_token = owner * n + base
         top, s, before, _after = _times(
             tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
@@ -334,7 +296,7 @@ def outputs(
         total = total * into + tl.sum(P, 1)
         num = tl.dot(P.to(OPERAND), u, num * into[:, None], input_precision=PRECISION)
     tl.store(den + row * n + base + t, total, mask=t < left)
-    _put(o, t, o_t, ce, e, num * _reciprocal(total)[:, None], left, EVEN_N, EVEN_E)
+    write(o, t, o_t, ce, e, num * reciprocal(total)[:, None], left, EVEN_N, EVEN_E)
 
 
 @triton.jit
@@ -370,10 +332,10 @@ def adjoints(
     left = n - base
     for step in range(0, tl.minimum(span, left), BLOCK):
         t = step + tl.arange(0, BLOCK)
-        x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
-        out = _rows(o, t, o_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32)
-        over = _reciprocal(_numbers(den, t, left))
+        x = read(q, t, q_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
+        g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
+        out = read(o, t, o_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
+        over = reciprocal(_numbers(den, t, left))
         dl = tl.sum(g * out, 1) * over
         if at == 0:
             tl.store(delta + t, dl, mask=t < left)
@@ -416,16 +378,16 @@ def queries(
     bias += (head % WEIGHTS) * M
     t, left = tl.arange(0, BLOCK), n - base
     cd, ce = tl.arange(0, D), tl.arange(0, E)
-    x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+    x = read(q, t, q_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
     a = _numbers(peaks_q + row * n + base, t, left)
-    over = _reciprocal(_numbers(den + row * n + base, t, left))
+    over = reciprocal(_numbers(den + row * n + base, t, left))
     dl = _numbers(delta + row * n + base, t, left)
-    g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
+    g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
     if CAUSAL:
         k += batch * k_b + kv * k_h + skip * k_t
         v += batch * v_b + kv * v_h + skip * v_t
-        y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-        u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E).to(OPERAND)
+        y = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
+        u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
         b = _numbers(peaks + owner * n + base, t, left)
         at_token = owner * n + base
         top, s, before, _after = _times(
@@ -455,7 +417,7 @@ def queries(
         f, high = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
         grad *= f
         back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
-    _put(dq, t, dq_t, cd, d, back * LN2, left, EVEN_N, EVEN_D)
+    write(dq, t, dq_t, cd, d, back * LN2, left, EVEN_N, EVEN_D)
 
 
 @triton.jit
@@ -486,8 +448,8 @@ def keys(
     bias += (head % WEIGHTS) * M
     t, left = tl.arange(0, BLOCK), n - base
     cd, ce = tl.arange(0, D), tl.arange(0, E)
-    y = _rows(k, t, k_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
-    u = _rows(v, t, v_t, ce, e, left, EVEN_N, EVEN_E)
+    y = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
+    u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E)
     at_token = owner * n + base
     b = _numbers(peaks + at_token, t, left)
     top, s, _before, last = _times(
@@ -497,11 +459,11 @@ def keys(
     if CAUSAL:
         q += batch * q_b + head * q_h + skip * q_t
         do += batch * do_b + head * do_h + skip * do_t
-        x = _rows(q, t, q_t, cd, d, left, EVEN_N, EVEN_D).to(OPERAND)
+        x = read(q, t, q_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
         a = _numbers(peaks_q + row * n + base, t, left)
-        over = _reciprocal(_numbers(den + row * n + base, t, left))
+        over = reciprocal(_numbers(den + row * n + base, t, left))
         dl = _numbers(delta + row * n + base, t, left)
-        g = _rows(do, t, do_t, ce, e, left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
+        g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
         g = g.to(OPERAND)
         if DK:
             pairs = tl.dot(u.to(OPERAND), tl.trans(g), input_precision=PRECISION) - dl[None, :]
@@ -543,10 +505,10 @@ def keys(
         if CAUSAL:
             A = _weigh(A, top, s, BLOCK, True).to(OPERAND)
             gv = tl.dot(A, g, gv, input_precision=PRECISION)
-        _put(dv, t, dv_t, ce, e, gv, left, EVEN_N, EVEN_E)
+        write(dv, t, dv_t, ce, e, gv, left, EVEN_N, EVEN_E)
     if DK:
         if BIASED:
             tl.store(shares + row * n + base + t, share, mask=t < left)
         # curvature is to base 2 and halved
         back = (back - 2 * curvature * share[:, None] * y.to(tl.float32)) * LN2
-        _put(dk, t, dk_t, cd, d, back, left, EVEN_N, EVEN_D)
+        write(dk, t, dk_t, cd, d, back, left, EVEN_N, EVEN_D)

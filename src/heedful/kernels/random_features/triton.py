@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.launching import INTERPRETED, over
+from heedful.kernels.launching import INTERPRETED, over, packed, steps
 from heedful.kernels.random_features import launches, programs, reference
+from heedful.kernels.states import layout, tokens
 
 WIDEST = 256
 MOST = 256
@@ -61,21 +63,12 @@ def random_features(
         return _Attention.apply(q, k, v, key_bias, query_weight, key_weight, bias, float(curvature), causal)
 
 
-def _steps(*tensors):
-    return tuple(step for x in tensors for step in x.stride()[:3])
-
-
-def _packed(x):
-    """Tokens whose coordinates lie side by side, as the kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 class _Attention(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, the state before each block and five numbers a token and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal):
-        q, k, v = _packed(q), _packed(k), _packed(v)
+        q, k, v = packed(q), packed(k), packed(v)
         if key_bias is not None:
             key_bias = key_bias.float().contiguous()
         plan = launches.plan_for(q, k, v, key_bias, query_weight, curvature, causal)
@@ -83,15 +76,15 @@ class _Attention(torch.autograd.Function):
         Wq = launches.padded(query_weight, plan)
         Wk = Wq if key_weight is query_weight else launches.padded(key_weight, plan)
         c = launches.biases(bias, query_weight, plan)
-        o = launches.tokens_like((B, H, n, e), q, v.dtype)
-        peaks_q, den = launches.empty((2, B, H, n), q)
-        peaks, tops, climbs = launches.empty((3, B, KV, m), q)
-        maxima, levels = launches.empty((B, KV, plan.blocks_k), q), launches.empty((B, KV, plan.blocks_k + 1), q)
+        o = tokens(layout(q, H), q, e)
+        peaks_q, den = launching.empty((2, B, H, n), q)
+        peaks, tops, climbs = launching.empty((3, B, KV, m), q)
+        maxima, levels = launching.empty((B, KV, plan.blocks_k), q), launching.empty((B, KV, plan.blocks_k + 1), q)
         pointers: tuple[Tensor, ...] = q, q, Wq, c, peaks_q, q, q, q
-        numbers: tuple = *_steps(q), plan.half, n, d
+        numbers: tuple = *steps(q), plan.half, n, d
         plan.launch("peaks", programs.peaks, plan.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False)
         pointers = k, q if key_bias is None else key_bias, Wk, c, peaks, tops, climbs, maxima
-        numbers = *_steps(k), plan.half, m, d
+        numbers = *steps(k), plan.half, m, d
         plan.launch(
             "peaks", programs.peaks, plan.blocks_k, KV, pointers, numbers, HEADS=KV, KEYS=True, BIASED=plan.biased
         )
@@ -99,11 +92,11 @@ class _Attention(torch.autograd.Function):
         span = plan.span("states", m, KV)
         chunks = over(m, span)
         slots, sums = plan.room(KV, chunks, q)
-        pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*_steps(k, v), m, span, chunks, d, e)
+        pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*steps(k, v), m, span, chunks, d, e)
         plan.launch("states", programs.states, chunks, KV, pointers, numbers)
         slots, sums = plan.join(KV, slots, sums, levels, False)
         pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
-        plan.launch("outputs", programs.outputs, plan.blocks_q, H, pointers, (*_steps(q, k, v, o), n, d, e))
+        plan.launch("outputs", programs.outputs, plan.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
         ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums)
         ctx.plan = plan
         return o
@@ -111,24 +104,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums = ctx.saved_tensors
-        plan, do = ctx.plan, _packed(do)
+        plan, do = ctx.plan, packed(do)
         B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
         key = do.dtype, do.stride(), do.data_ptr() % 16 == 0
         kind = q.dtype if H == KV else torch.float32  # the query heads that share a key head are summed below
-        dq = launches.tokens_like(q.shape, q, q.dtype)
-        dk, dv = launches.tokens_like((B, H, m, d), k, kind), launches.tokens_like((B, H, m, e), v, kind)
-        delta = launches.empty((B, H, n), q)
-        shares = launches.empty((B, H, m), q) if plan.biased else delta
+        dq = tokens(layout(q, H), q, d)
+        dk, dv = tokens(layout(k, H), k, d, kind), tokens(layout(v, H), v, e, kind)
+        delta = launching.empty((B, H, n), q)
+        shares = launching.empty((B, H, m), q) if plan.biased else delta
         span = plan.span("adjoints", n, H)
         chunks = over(n, span)
         back, after = plan.room(H, chunks, q)
         pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
-        plan.launch("adjoints", programs.adjoints, chunks, H, pointers, (*_steps(q, o, do), n, span, chunks, d, e), key)
+        plan.launch("adjoints", programs.adjoints, chunks, H, pointers, (*steps(q, o, do), n, span, chunks, d, e), key)
         back, after = plan.join(H, back, after, levels, True)
         pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
-        plan.launch("queries", programs.queries, plan.blocks_q, H, pointers, (*_steps(q, k, v, do, dq), n, d, e), key)
+        plan.launch("queries", programs.queries, plan.blocks_q, H, pointers, (*steps(q, k, v, do, dq), n, d, e), key)
         pointers = q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, back, after, shares
-        numbers = *_steps(q, k, v, do, dk, dv), plan.half, m, d, e
+        numbers = *steps(q, k, v, do, dk, dv), plan.half, m, d, e
         for name in ("dk", "dv"):
             own = dict(BIASED=plan.biased, DK=name == "dk", DV=name == "dv")
             plan.launch(name, programs.keys, plan.blocks_k, H, pointers, numbers, key, **own)

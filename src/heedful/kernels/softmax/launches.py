@@ -68,11 +68,6 @@ FEW = 8  # times as many queries as keys, for keys to be called few
 PARTS = 64  # and the most of them: one program adds them up
 
 
-def empty(shape, like: Tensor, dtype=torch.float32) -> Tensor:
-    """Every output and workspace is born here, so that a test can fill it with NaN first."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
 class Heads(NamedTuple):
     """q (B, G, P, n, d), k (B, G, m, d) and v (B, G, m, e): views, where strides and widths allow it."""
 
@@ -226,9 +221,9 @@ def _order(x: Tensor) -> tuple[int, ...] | None:
 def _ordered(shape: tuple[int, ...], order: tuple[int, ...] | None, like: Tensor) -> Tensor:
     """An empty tensor of that shape with its axes in that order in memory."""
     if order is None:
-        return empty(shape, like, like.dtype)
+        return launching.empty(shape, like, like.dtype)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return empty([shape[axis] for axis in order], like, like.dtype).permute(back)
+    return launching.empty([shape[axis] for axis in order], like, like.dtype).permute(back)
 
 
 class Job(NamedTuple):
@@ -293,14 +288,14 @@ def log_sum_exp(job: Job) -> Tensor:
 
 def _attend_all(job: Job, o: Tensor | None) -> Tensor:
     plan, first = job.plan, job.plan.first_rows
-    lse = empty((plan.B, plan.G, plan.P, plan.n), job.q)
+    lse = launching.empty((plan.B, plan.G, plan.P, plan.n), job.q)
     if first < plan.n:
         attend_rows(job, o, lse, first, plan.n, 1, plan.sinks)
     if first:
         parts = plan.parts(plan.heads, first, plan.m, "attend")
         shape = (parts, plan.B, plan.G, plan.P, first)
-        some_lse = empty(shape, job.q)
-        some = None if o is None else empty((*shape, plan.e), job.q)
+        some_lse = launching.empty(shape, job.q)
+        some = None if o is None else launching.empty((*shape, plan.e), job.q)
         attend_rows(job, some, some_lse, 0, first, parts, 0)
         _merge(job, o, lse, some, some_lse)
     return lse
@@ -339,13 +334,13 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
     dq = _ordered((*shape, plan.P, plan.n, plan.d), plan.orders[0], like)
     dk = _ordered((*shape, plan.m, plan.d), plan.orders[1], like)
     dv = _ordered((*shape, plan.m, plan.e), plan.orders[2], like)
-    delta = empty(lse.shape, like)
+    delta = launching.empty(lse.shape, like)
     first = plan.first_rows
     if first < plan.n:
         query_rows(job, o, lse, do, delta, dq, first, plan.n, 1, plan.sinks)
     if first:
         parts = plan.parts(plan.heads, first, plan.m, "queries")
-        some = empty((parts, *dq.shape[:3], first, plan.d), like)
+        some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
         dq[..., :first, :] = some.sum(0)
     _all_keys(job, lse, do, delta, dk, dv)
@@ -365,7 +360,7 @@ def query_rows(job: Job, o, lse, do, delta, dq, skip, stop, parts, prefix) -> No
 def adjoint(job: Job, lse: Tensor, y: Tensor) -> Tensor:
     """Aᵀ y (B, G, m, e), summed over the heads that share keys."""
     plan = job.plan
-    out = empty((plan.B, plan.G, plan.m, plan.e), y, y.dtype)
+    out = launching.empty((plan.B, plan.G, plan.m, plan.e), y, y.dtype)
     _all_keys(job, lse, y, None, None, out)
     return out
 
@@ -377,8 +372,8 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
     if first:
         parts = plan.parts(plan.B * plan.G, first, plan.n, "adjoint" if dk is None else "keys")
         shape = (parts, plan.B, plan.G, first)
-        some_v = empty((*shape, plan.e), dv)
-        some_k = None if dk is None else empty((*shape, plan.d), dv)
+        some_v = launching.empty((*shape, plan.e), dv)
+        some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
         dv[..., :first, :] = some_v.sum(0)
         if dk is not None and some_k is not None:
@@ -406,8 +401,8 @@ def statistics(job: Job) -> tuple[Tensor, ...]:
     """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n); a sink takes no part."""
     plan, config = job.plan, job.plan.configs["statistics"]
     shape = (plan.B, plan.G, plan.P, plan.n)
-    found = tuple(empty(shape, job.q) for _ in range(4))
-    places = empty(shape, job.q, torch.int32)
+    found = tuple(launching.empty(shape, job.q) for _ in range(4))
+    places = launching.empty(shape, job.q, torch.int32)
 
     def describe():
         blocks = over(plan.n, config.rows)

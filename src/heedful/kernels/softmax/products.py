@@ -169,7 +169,7 @@ class Walks:
         if way is None:
             way = self._ways[adjoint, e] = self._way(adjoint, e)
         own, other = way.own, way.other
-        out = launches.empty((self.heads, own.length, e), y)
+        out = launching.empty((self.heads, own.length, e), y)
         if not e:
             return out
         room = self._room(y, way)
@@ -189,10 +189,10 @@ class Walks:
         if room is None:
             length, E, groups = way.other.length, way.E, way.groups
             room = self._rooms[key] = Room(
-                launches.empty((self.heads, over(length, way.span), groups * E), y),
-                launches.empty((self.heads, groups, 2, length, E), y, torch.float16),
-                launches.empty((self.heads, groups * E), y),
-                launches.empty((way.parts, self.heads, way.first, way.e), y) if way.first else None,
+                launching.empty((self.heads, over(length, way.span), groups * E), y),
+                launching.empty((self.heads, groups, 2, length, E), y, torch.float16),
+                launching.empty((self.heads, groups * E), y),
+                launching.empty((way.parts, self.heads, way.first, way.e), y) if way.first else None,
             )
         return room
 

@@ -1,0 +1,99 @@
+"""Tiles of tokens as the Triton programs of several kernels read and write them, and the features made of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.arithmetic import LOG2E, exp2
+
+
+@triton.jit
+def _phi(x, shift, FEATURE: tl.constexpr):
+    if FEATURE == "elu1":
+        return tl.where(x > 0, x + 1, exp2(x * LOG2E))
+    elif FEATURE == "relu":
+        return tl.maximum(x, 0)
+    elif FEATURE == "exp":
+        return exp2((x - shift[:, None]) * LOG2E)
+    else:
+        return x
+
+
+@triton.jit
+def read(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
+    """A tile of tokens × columns as stored, zero outside and at padding, where there may be anything."""
+    at = pointer + t[:, None] * stride + column[None, :]
+    if EVEN_N and EVEN_C:
+        return tl.load(at)
+    elif EVEN_C:
+        return tl.load(at, mask=real[:, None], other=0)
+    elif EVEN_N:
+        return tl.load(at, mask=(column < width)[None, :], other=0)
+    else:
+        return tl.load(at, mask=real[:, None] & (column < width)[None, :], other=0)
+
+
+@triton.jit
+def write(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
+    """Stores a tile of tokens × columns: what lies within the `left` tokens and the width."""
+    at = pointer + t[:, None] * stride + column[None, :]
+    if EVEN_N and EVEN_C:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=(t < left)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _turn(turns, t, n, real, EVEN_N: tl.constexpr):
+    """The cosine and the sine of each token's angle, zero where no token is real."""
+    if EVEN_N:
+        return tl.load(turns + t)[:, None], tl.load(turns + n + t)[:, None]
+    else:
+        c, s = tl.load(turns + t, mask=real, other=0.0), tl.load(turns + n + t, mask=real, other=0.0)
+        return c[:, None], s[:, None]
+
+
+@triton.jit
+def features(
+    pointer, shift, turns, t, n, stride, column, width, real,
+    FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """φ of a tile. Outside it is φ(0), or zero where it has to be: with CLEAR = 1 at columns beyond the width
+    (if keys are zero there, queries may hold anything), with CLEAR = 2 also at tokens that are not real."""
+    x = read(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32)
+    s = t
+    if FEATURE == "exp":
+        s = tl.load(shift + t, mask=real, other=0)
+    phi = _phi(x, s, FEATURE)
+    if FEATURE == "elu1" or FEATURE == "exp":
+        if CLEAR > 0 and not EVEN_C:
+            phi = tl.where((column < width)[None, :], phi, 0.0)
+        if CLEAR == 2 and not EVEN_N:
+            phi = tl.where(real[:, None], phi, 0.0)
+    if TURNED:
+        cosine, sine = _turn(turns, t, n, real, EVEN_N)
+        phi = tl.reshape(tl.join(phi * cosine, phi * sine), (phi.shape[0], 2 * phi.shape[1]))
+    return phi
+
+
+@triton.jit
+def pulled(
+    grad, pointer, shift, turns, t, n, stride, column, width, real,
+    FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
+):  # fmt: skip
+    """A gradient of features brought back to their columns: φ′ is in φ, and what was turned is turned back."""
+    if TURNED:
+        cosine, sine = _turn(turns, t, n, real, EVEN_N)
+        first, second = tl.split(tl.reshape(grad, (grad.shape[0], column.shape[0], 2)))
+        grad = first * cosine + second * sine
+    if FEATURE == "identity":
+        return grad
+    else:
+        phi = features(pointer, shift, turns, t, n, stride, column, width, real, FEATURE, False, EVEN_N, EVEN_C, 0)
+        if FEATURE == "elu1":
+            return grad * tl.minimum(phi, 1)
+        elif FEATURE == "relu":
+            return tl.where(phi > 0, grad, 0.0)
+        else:
+            return grad * phi
