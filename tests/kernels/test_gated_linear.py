@@ -171,8 +171,7 @@ def test_triton_says_what_it_can_not_take():
     wide = [torch.zeros(1, 1, 4, 129)] * 3
     for inputs, gates, reason in (
         ((q, k, v), g, "must share bfloat16, float16 or float32"),
-        (wide, wide[0], "widths of torch.float32 go up to 64"),
-        ([x.bfloat16() for x in wide], wide[0], "widths of torch.bfloat16 go up to 128"),
+        (wide, wide[0], "widths go up to 128, got 129"),
         ([x[:, :, :0].float() for x in (q, k, v)], g[:, :, :0], "nothing to launch"),
         ([x.float() for x in (q, k, v)], g[..., :1], "a gate for each channel"),
         ((q, k[:1], v), g, "k must be"),
@@ -245,6 +244,7 @@ CASES = {
     ),
     "wide features": dict(H=1, n=40, r=40, e=12, normalise=True, feature="elu1", state=True),
     "wide values": dict(H=1, n=40, r=12, e=40, state=True),
+    "as wide as can be": dict(H=1, n=20, r=100, e=128, state=True),
 }
 
 
@@ -304,6 +304,22 @@ def test_every_block_and_chunk_gives_the_same(form, monkeypatch):
         blocked(form, monkeypatch, block)
         monkeypatch.setattr(form, "span", lambda n, rows, span=span: span)
         check(outcome(form.gated_linear, inputs, options, torch.float32), want, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("r, e", [(16, 16), (64, 64), (48, 80), (128, 16), (128, 128)])
+def test_no_product_has_fewer_than_16_columns_for_four_warps(r, e, dtype, monkeypatch):
+    """Of narrower ones Triton may read shared memory where there is none; four warps take 64 channels."""
+    form, seen = _triton_form(), []
+    monkeypatch.setattr(form, "PLANS", {})
+    monkeypatch.setattr(form.launching, "launch", lambda ready, key, pointers, describe: seen.append(describe()))
+    q, k, v, g = (torch.zeros(1, 1, 40, w, dtype=dtype, requires_grad=True) for w in (r, r, e, r))
+    form.gated_linear(q, k, v, log_decay=g)[0].sum().backward()
+    assert len(seen) >= 7
+    for program, _grid, _numbers, constants, options in seen:
+        if program is not form.programs.scan:
+            sides = options["num_warps"] / (4 * max(1, constants["R"] // 64))
+            assert constants["BLOCK"] / max(1, sides) >= 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

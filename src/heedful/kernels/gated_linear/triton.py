@@ -20,8 +20,8 @@ from heedful.kernels.launching import INTERPRETED, either, learns, over, packed,
 from heedful.kernels.states import fill, layout, state_in, tokens
 from heedful.kernels.uncompiled import uncompiled
 
-WIDEST = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
-TYPES = tuple(WIDEST)
+WIDEST = 128
+TYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class Config(NamedTuple):
@@ -45,13 +45,14 @@ CONFIGS = {
         keys=Config(16, 64, 4, 3),
     ),
     (128, "bf16"): dict(
-        states=Config(32, 64, 4, 2),
-        outputs=Config(16, 128, 8, 2),
-        adjoints=Config(32, 64, 4, 2),
-        queries=Config(16, 64, 4, 2),
-        keys=Config(16, 128, 8, 2),
+        states=Config(32, 64, 4, 3),
+        outputs=Config(16, 128, 8, 3),
+        adjoints=Config(32, 64, 4, 3),
+        queries=Config(16, 64, 4, 3),
+        keys=Config(16, 128, 8, 3),
     ),
     (64, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 4, 1)),
+    (128, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 8, 1)),
 }
 PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 512  # tokens a chunk: inside one the sums of a gate's gradient run on, and so do their errors
@@ -68,8 +69,8 @@ def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segme
         said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in TYPES:
         said.append(f"q, k, v must share bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}.")
-    elif max(q.shape[-1], v.shape[-1]) > WIDEST[q.dtype]:
-        said.append(f"widths of {q.dtype} go up to {WIDEST[q.dtype]}, got {q.shape[-1]} and {v.shape[-1]}.")
+    elif max(q.shape[-1], v.shape[-1]) > WIDEST:
+        said.append(f"widths go up to {WIDEST}, got {q.shape[-1]} and {v.shape[-1]}.")
     if 0 in (*q.shape, *v.shape):
         said.append("there is nothing to launch for an empty tensor.")
     if log_decay.shape != q.shape:
@@ -159,7 +160,7 @@ class Plan:
                 E, parts = min(E, config.split), over(E, config.split)
             blocks = dict(BLOCK=config.block, LEVELS=config.block.bit_length() - 1, EVEN_N=self._even(config.block))
             constants = {**self.constants, **blocks, **flags, "R": R, "E": E, "PARTS": parts}
-            options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
+            options = dict(num_warps=warps(config, R), num_stages=config.stages, maxnreg=config.registers)
             return program, (self.rows * self.chunks * parts,), (*numbers, *self.numbers), constants, options
 
         launching.launch(self.ready, (name, key), pointers, describe)
@@ -176,6 +177,15 @@ class Plan:
             return programs.scan, grid, (self.chunks, self.slot, self.r), constants, dict(num_warps=4)
 
         launching.launch(self.ready, ("scan", given, reverse), (slots, keeps, end), describe)
+
+
+def warps(config: Config, channels: int) -> int:
+    """Four for each 64 channels at most.
+
+    Eight would part the 16 tokens of a block in two, and products of 8 columns ended in an illegal access in float32:
+    it seems that they read shared memory beyond their operands (Triton's issue 10629; README.md).
+    """
+    return config.warps if channels >= 128 else min(4, config.warps)
 
 
 PLANS: dict = {}
