@@ -62,7 +62,7 @@ def blocked(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V for A = W(scale · Q Kᵀ), with gradients in q, k, v, the bias and the row function's parameters."""
-    (q,), (k, v) = _without_padding(segments, (q,), (k, v))
+    (q,), (k, v) = without_padding(segments, (q,), (k, v))
     return _Blocked.apply(q, k, v, rows.bias, rows, pattern, segments, scale, *rows.parameters)
 
 
@@ -83,7 +83,7 @@ def blocked_adjoint(
 
     Other backends remember in `memory` what they found out about q and k; here nothing is.
     """
-    (q, y), (k,) = _without_padding(segments, (q, y), (k,))
+    (q, y), (k,) = without_padding(segments, (q, y), (k,))
     work = Work(q, k, y, rows.bias, pattern, segments, scale)
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
@@ -103,7 +103,7 @@ def blocked_matrix(
     scale: float,
 ) -> Float[Tensor, "*b n m"]:
     """A itself, tile by tile: one pass over the weights that the pattern allows. (Call it under `as_given`.)"""
-    (q,), (k,) = _without_padding(segments, (q,), (k,))
+    (q,), (k,) = without_padding(segments, (q,), (k,))
     work = Work(q, k, k[..., :1], rows.bias, pattern, segments, scale)
     out = work.zeros(work.n, work.m)
     for tile in work.tiles():
@@ -121,7 +121,7 @@ def put_tile(out: Float[Tensor, "*b n m"], tile: Tile, weights: Tensor) -> None:
         target.index_copy_(-1, tile.cols.index.to(out.device), weights.to(out.dtype))
 
 
-def _without_padding(
+def without_padding(
     segments: Segments | None, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Zeros where padding stands: what was there, NaN too, must reach neither output nor gradient."""

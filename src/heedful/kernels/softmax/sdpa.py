@@ -24,15 +24,20 @@ def attend(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V by `torch.nn.functional.scaled_dot_product_attention`."""
+    # is_causal is aligned top-left: right for n = m only, and a single last query sees everything.
+    is_causal = isinstance(pattern, Causal) and q.shape[-2] > 1
+    return fused(q, k, v, None if rows.bias is None else rows.bias.to(q.dtype), is_causal, scale)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """That function for any batch axes and widths; the mask, boolean or added, broadcasts to (*batch, n, m)."""
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     width, e = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     # Where widths differ the fused kernels give way to one that forms the matrix; zeros cost less.
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
     q, k, v = (_four_axes(x.expand(*batch, *x.shape[-2:])) for x in (q, k, v))
-    # is_causal is aligned top-left: right for n = m only, and a single last query sees everything.
-    is_causal = isinstance(pattern, Causal) and q.shape[-2] > 1
-    bias = None if rows.bias is None else _four_axes(rows.bias.to(q.dtype).expand(*batch, -1, -1))
-    out = F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=scale)
+    mask = None if mask is None else _four_axes(mask.expand(*batch, *mask.shape[-2:]))
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
     return out[..., :e].reshape(*batch, q.shape[-2], e)
 
 
