@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive way's
     python benchmarks/gpu_chunked_linear.py --long              does the error grow with n
-    python benchmarks/gpu_chunked_linear.py --tune 64           the best configurations of every kernel
+    python benchmarks/gpu_chunked_linear.py --tune d64          the best configurations, beside the table's
     python benchmarks/gpu_chunked_linear.py --profile           where the host's time goes
     python benchmarks/gpu_chunked_linear.py --bench out.json    the README's table; --peer adds the peer's
 
@@ -137,11 +137,13 @@ CHECKS = {
 }
 
 
-def check(share=(0, 1)) -> dict:
+def check(share=(0, 1), only=None) -> dict:
     """Relative errors of o, dq, dk, dv (and of a learned decay) against float64, beside the naive computation's."""
     torch.backends.cuda.matmul.allow_tf32 = False
     table = {}
     for name, case in list(CHECKS.items())[share[0] :: share[1]]:
+        if only and not any(x in name for x in only):
+            continue
         case = dict(case)
         n, d, dtype = case.pop("n", 1000), case.pop("d", 64), case.pop("dtype", torch.bfloat16)
         Hkv, e, positive = case.pop("Hkv", 2), case.pop("e", None), case.pop("positive", False)
@@ -360,61 +362,113 @@ def recorded(work):
     return found
 
 
+TUNED = {
+    "d64": dict(B=1, n=65536, feature="elu1"),
+    "d128": dict(B=1, n=16384, feature="elu1", d=128),
+    "d256": dict(B=1, n=16384, feature="elu1", d=256),
+    "cosformer d64": dict(B=1, n=65536, feature="relu", turned=True),
+    "cosformer d128": dict(B=1, n=16384, feature="relu", turned=True, d=128),
+}
+
+
+def features_of(work) -> int:
+    return work.get("d", 64) * (2 if work.get("turned") else 1)
+
+
 def grid(width):
     """Configurations to try: fewer registers a thread mean more programs a multiprocessor."""
     if width == 64:
         found = itertools.product((64,), (4, 8), (2, 3, 4))
         found = [*found, *itertools.product((64,), (4,), (2, 3), (128, 168))]
     elif width == 128:
-        found = itertools.product((64,), (4, 8), (2, 3))
-        found = [*found, *itertools.product((128,), (8,), (1, 2, 3)), (64, 4, 2, 168)]
+        found = itertools.product((64, 128), (4, 8), (2, 3))
+        found = [*found, (128, 8, 1), (64, 4, 2, 168)]
     else:
-        found = [*itertools.product((32, 64), (4, 8), (1, 2)), (128, 8, 1)]
+        found = [*itertools.product((32, 64), (4, 8), (2,)), (64, 8, 1), (128, 8, 1)]
     return [launches.Config(*x) for x in found]
 
 
-def launch_all(width, work, spans, share, timing):
-    """Every launch in every configuration; `share` = (i, of) takes a part of them, to compile in parallel."""
-    rows = []
-    for span in spans:
-        launches.span = lambda *_, span=span: span
-        for position, (plan, pointers, describe) in enumerate(recorded(work)):
-            name = describe()[0]
-            if name == "scan":
-                continue
-            start = len(rows)
-            for number, config in enumerate(grid(width)):
-                if timing is None and (number + position) % share[1] != share[0]:
-                    continue
-                plan.configs = {**plan.configs, name: config}
-                described = describe()
-                constants = described[-1]
-                if constants["PARTS"] > 1 and constants.get("DK") and constants.get("DV"):
-                    continue
-                try:
-                    program = launches.first(plan, pointers, *described)
-                    torch.cuda.synchronize()
-                    if timing:
-                        label = "".join([name, *(x for x in ("DK", "DV") if constants.get(x))])
-                        again = functools.partial(program, *(x.data_ptr() for x in pointers))
-                        rows.append((label, span, config, median(again, timing)))
-                except Exception as error:
-                    if timing:
-                        print(name, config, type(error).__name__, str(error)[:80], flush=True)
-            for label, span, config, ms in sorted(rows[start:], key=lambda x: x[3])[:5]:
-                print(f"{label:9s} {ms:.4f} ms  span {span} {config}", flush=True)
-    return rows
-
-
-def tune(width, spans, work, workers=14) -> None:
-    small = dict(work, B=1, n=4 * max(spans), H=2)
-    flags = [sys.executable, __file__, "--spans", *map(str, spans[:1]), "--small", json.dumps(small)]
-    flags += ["--tune", str(width), "--share"]
-    children = [subprocess.Popen([*flags, str(i), str(workers)], stdout=subprocess.DEVNULL) for i in range(workers)]
-    for child in children:
+def tune(names, blocks, spans, workers) -> None:
+    """Compiled in parallel first, by processes that take a part each; then timed, one after the other."""
+    flags = [sys.executable, __file__, "--tune", *names, "--blocks", *map(str, blocks)]
+    flags += ["--spans", *map(str, spans)] if spans else []
+    shares = [[*flags, "--share", str(i), str(workers)] for i in range(workers)]
+    for child in [subprocess.Popen(share, stdout=subprocess.DEVNULL) for share in shares]:
         child.wait()
-    print("compiled", flush=True)
-    launch_all(width, work, spans, None, 10)
+    for name in names:
+        tuned = [launch_all(name, block, span) for block in blocks for span in spans or [None]]
+        print(f"{name}: {min(tuned):.3f} ms in all launches with the best of each", flush=True)
+
+
+def launch_all(name, block, span, share=None) -> float:
+    """Every launch in every configuration: ms of the best of each together; with a share (i, of) only compiled.
+
+    The table's configuration comes first, and what the others leave in memory is compared with what it leaves.
+    """
+    work, usual_block, usual_span = TUNED[name], dict(launches.BLOCKS), launches.span
+    kind = max(64, features_of(work)), "bf16"
+    ours = launches.BLOCKS[kind] == block
+    launches.BLOCKS[kind] = block
+    if span:
+        launches.span = lambda *_: span
+    found, best, chosen = recorded(work), 0.0, 0.0
+    launches.BLOCKS, launches.span = usual_block, usual_span
+    for position, (plan, pointers, describe) in enumerate(found):
+        launch = describe()[0]
+        if launch == "scan":
+            continue
+        table = plan.configs[launch]
+        every = dict.fromkeys([table, *grid(kind[0])])
+        rows, want = [], None
+        for number, config in enumerate(every):
+            if share and (number + position) % share[1] != share[0]:
+                continue
+            ms = time_of(plan, pointers, describe, config, share is None)
+            if ms is None:
+                continue
+            rows.append((ms, config))
+            if want is None:
+                want = [x.clone() for x in pointers]
+            elif (off := max(map(apart, pointers, want))) > 0.01:
+                print(f"{name} {launch} {tuple(config)}: WRONG by {off:.1e} beside the table's", flush=True)
+        if share or not rows:
+            continue
+        rows.sort(key=lambda row: row[0])
+        best += rows[0][0]
+        chosen += next((ms for ms, config in rows if config == table), math.inf)
+        label = " ".join([launch, *(x for x in ("DK", "DV") if describe()[-1].get(x))])
+        for ms, config in [*rows[:2], *(row for row in rows[2:] if row[1] == table)]:
+            mark = "  the table's" if ours and config == table else ""
+            print(f"{name} block {block} span {plan.span}  {label:10s} {ms:.4f} ms  {tuple(config)}{mark}", flush=True)
+    if not share:
+        print(f"{name} block {block}: {best:.3f} ms, as in the table {chosen:.3f}", flush=True)
+    return best
+
+
+def apart(x, y) -> float:
+    """‖x − y‖ / ‖y‖ of two buffers, which may hold anything where nothing is written."""
+    x, y = (a.float().nan_to_num(0, 0, 0) for a in (x, y))
+    return ((x - y).norm() / y.norm().clamp(min=1e-30)).item()
+
+
+def time_of(plan, pointers, describe, config, timing) -> float | None:
+    """ms of one launch in a configuration; None where it is only compiled, or does not fit."""
+    usual = plan.configs
+    try:
+        plan.configs = {**usual, describe()[0]: config}
+        described = describe()
+        constants = described[-1]
+        if constants["PARTS"] > 1 and constants.get("DK") and constants.get("DV"):
+            return None  # both gradients at once take a program that has all of the state
+        program = launches.first(plan, pointers, *described)
+        torch.cuda.synchronize()
+        return median(functools.partial(program, *(x.data_ptr() for x in pointers)), 10) if timing else None
+    except Exception as error:
+        if timing:
+            print(describe()[0], tuple(config), type(error).__name__, str(error)[:80], flush=True)
+        return None
+    finally:
+        plan.configs = usual
 
 
 def profile(repeats=300) -> None:
@@ -454,31 +508,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--tune", type=int, choices=(64, 128, 256))
-    parser.add_argument("--spans", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--tune", nargs="+", choices=TUNED, metavar="WORK", help=f"of {', '.join(TUNED)}")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[64], help="tokens a block to try")
+    parser.add_argument("--spans", type=int, nargs="*", default=[], help="tokens a chunk to try instead of the usual")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile; 0 where it is done")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--small", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--bench", metavar="JSON")
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--only", nargs="*", metavar="WORD", help="checks and works whose names have one of these")
     parser.add_argument("--peer", nargs="*", default=[], help="names of works to run through fla too")
     parser.add_argument("--programs", type=int, help="chunks in flight to aim for")
     given = parser.parse_args()
     if given.programs:
         launches.PROGRAMS = given.programs
     if given.share and given.tune:
-        launch_all(given.tune, given.small, given.spans, given.share, None)
+        for name, block, span in itertools.product(given.tune, given.blocks, given.spans or [None]):
+            launch_all(name, block, span, given.share)
         return
     if given.profile:
         profile()
     result = {}
     if given.check:
-        result["check"] = check(given.share or (0, 1))
+        result["check"] = check(given.share or (0, 1), given.only)
     if given.long:
         result["long"] = long_check()
     if given.tune:
-        H = 1024 // given.tune
-        tune(given.tune, given.spans, dict(B=1, n=65536, H=H, d=given.tune, feature="elu1"))
+        tune(given.tune, given.blocks, given.spans, given.workers)
     if given.bench:
         bench(given.bench, given.peer, given.only)
         if result:

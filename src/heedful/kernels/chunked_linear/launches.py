@@ -58,7 +58,7 @@ CONFIGS = {
     (128, "bf16"): dict(
         states=Config(64, 4, 3),
         outputs=Config(64, 4, 2),
-        adjoints=Config(128, 8, 3),
+        adjoints=Config(128, 4, 3),
         queries=Config(64, 4, 2),
         keys=Config(64, 4, 2),
         both=Config(64, 4, 2),
@@ -67,7 +67,7 @@ CONFIGS = {
     ),
     (256, "bf16"): dict(
         states=Config(64, 4, 2),
-        outputs=Config(64, 8, 1),
+        outputs=Config(64, 4, 2),
         adjoints=Config(64, 8, 2),
         queries=Config(64, 8, 2),
         keys=Config(64, 8, 2),
