@@ -205,6 +205,7 @@ WORK = {
     "cosformer, features given B1 N65536 d64": dict(B=1, n=65536, feature="cosformer"),
     "cosformer B4 N8192 d64": dict(B=4, n=8192, feature="relu", turned=True),
     "cosformer, features given B4 N8192 d64": dict(B=4, n=8192, feature="cosformer"),
+    "cosformer B1 N65536 d128 H8": dict(B=1, n=65536, feature="relu", turned=True, d=128, H=8),
     "elu1 B1 N65500 d64": dict(B=1, n=65500, feature="elu1"),
     "elu1 B1 N65536 d128 H8": dict(B=1, n=65536, feature="elu1", d=128, H=8),
     "elu1 B1 N65536 d96": dict(B=1, n=65536, feature="elu1", d=96),

@@ -24,7 +24,7 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-# Chosen on an H200 with benchmarks/gpu_chunked_linear.py --tune; width 256 and float32 by what fits alone.
+# Chosen on an H200 with benchmarks/gpu_chunked_linear.py --tune; walks of width 256 and float32 by what fits alone.
 # The key is the width (features and e up to it) and the operands; a block is that many tokens.
 BLOCKS = {
     (64, "bf16"): 64,
@@ -69,8 +69,8 @@ CONFIGS = {
         states=Config(64, 4, 2),
         outputs=Config(64, 4, 2),
         adjoints=Config(64, 8, 2),
-        queries=Config(64, 8, 2),
-        keys=Config(64, 8, 2),
+        queries=Config(64, 4, 2),
+        keys=Config(64, 4, 2),
         both=Config(64, 8, 2),
         walk=Config(64, 8, 1),
         walk_back=Config(64, 8, 2),
@@ -79,14 +79,18 @@ CONFIGS = {
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
     (256, "fp32"): dict.fromkeys(LAUNCHES, Config(32, 8, 1)),
 }
-# Turned features of a head of 64 are 128 wide, but its values are not: a program has room for all of the features.
-TURNED = CONFIGS[128, "bf16"] | dict(
-    states=Config(128, 4, 3),
-    outputs=Config(64, 4, 3),
-    adjoints=Config(128, 4, 3),
-    queries=Config(128, 4, 3),
-    keys=Config(128, 4, 3),
-)
+# Turned features are twice as wide as what they are made of, but the values are not: a program has room for more.
+TURNED = {
+    (128, "bf16"): CONFIGS[128, "bf16"]
+    | dict(
+        states=Config(128, 4, 3),
+        outputs=Config(64, 4, 3),
+        adjoints=Config(128, 4, 3),
+        queries=Config(128, 4, 3),
+        keys=Config(128, 4, 3),
+    ),
+    (256, "bf16"): CONFIGS[256, "bf16"] | dict(adjoints=Config(64, 4, 2)),
+}
 PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
 LONGEST = 2048  # tokens a chunk
 SHORTEST = 128
@@ -157,8 +161,8 @@ class Plan:
         bf16 = q.dtype == torch.bfloat16
         kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
         self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
-        roomy = turned and kind == (128, "bf16") and self.E <= 64
-        self.block, self.configs = BLOCKS[kind], TURNED if roomy else CONFIGS[kind]
+        roomy = turned and kind in TURNED and self.R >= 2 * self.E
+        self.block, self.configs = BLOCKS[kind], TURNED[kind] if roomy else CONFIGS[kind]
         longest, rows = max(self.n, self.m), self.B * heads
         self.narrow = max(self.R, self.E) <= self.configs["both"].split
         self.merged = self.narrow and merged(longest, rows)
