@@ -270,6 +270,66 @@ def test_passes_that_share_memory_do_not_see_each_other():
         assert all(torch.equal(x, shared.tensors()[name]) for name, x in alone.tensors().items())
 
 
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_values_ride_along_with_a_pass(pattern, segments, monkeypatch):
+    q, k = inputs()
+    v = torch.randn(2, HEADS, N, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = v.clone()
+    if segments is not None:  # what stands in padding reaches nothing
+        given[(segments < 0).expand(2, HEADS, N)] = torch.nan
+    sink = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    bias = torch.randn(N, N, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    mechanisms = [
+        h.Softmax(pattern),
+        h.Softmax(pattern, temperature=0.5, softcap=1.5, bias=bias, sink=sink),
+        h.Quadratic(h.identity, pattern, normalise=None),
+    ]
+    for budget in (1 << 21, 300):
+        monkeypatch.setattr(scheduler, "BUDGET", budget)
+        for mechanism in mechanisms:
+            found = mechanism.operator(q, k, segments=segments).row_sums(Request(values=given)).product
+            wanted = mechanism.matrix(q, k, segments=segments) @ v
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_values_ride_along_with_any_mechanism():
+    q, k = inputs()
+    v = torch.randn(2, HEADS, N, 5, dtype=torch.float64)
+    mixed = h.Mixture([h.Softmax(h.Causal()), h.Linear()])
+    for mechanism in (h.Linear(), mixed):
+        found = mechanism.operator(q, k).row_sums(Request(values=v)).product
+        torch.testing.assert_close(found, mechanism.matrix(q, k) @ v, rtol=0, atol=1e-12)
+
+
+def test_values_of_low_precision_are_multiplied_in_float32():
+    q, k = (x.bfloat16() for x in inputs())
+    v = torch.randn(2, HEADS, N, 5).bfloat16()
+    found = h.Softmax(h.Causal()).operator(q, k).float().row_sums(Request(values=v)).product
+    wanted = h.Softmax(h.Causal()).matrix(q.double(), k.double()) @ v.double()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_rooms_that_take_turns_are_each_remembered_while_they_exist():
+    q, k = inputs()
+    scratch: dict[str, dict] = {}
+    wanted = h.Softmax(h.Causal()).matrix(q, k)
+    op = h.Softmax(h.Causal()).operator(q, k)
+    rooms = [torch.full((2, HEADS, N, N), torch.nan, dtype=torch.float64) for _ in range(3)]
+    for room in [*rooms, *rooms]:
+        op.row_sums(Request(into=room, scratch=scratch))
+        torch.testing.assert_close(room, wanted, rtol=0, atol=1e-12)
+    assert len(scratch["left"]) == 3
+    rooms[1].fill_(torch.nan)
+    for room in rooms:
+        op.row_sums(Request(into=room, scratch=scratch))
+        torch.testing.assert_close(room, wanted, rtol=0, atol=1e-12)
+    del rooms[1:], room
+    op.row_sums(Request(into=rooms[0], scratch=scratch))
+    assert len(scratch["left"]) == 1
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_room_that_is_used_again_has_zeros_around_the_weights(inference, monkeypatch):
     monkeypatch.setattr(scheduler, "ROWS", 8)

@@ -128,7 +128,7 @@ class Mixture(Mechanism):
         found = []
         for (first, size), (part, (own_q, own_k), ids) in zip(self._runs(), self._split(segments, q, k), strict=True):
             heads = slice(first, first + size)
-            given = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into")}
+            given = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into", "values")}
             given["down"] = None if request.down is None else request.down[..., heads, :]
             own = replace(request, **given)
             found.append(part.row_sums(own_q, own_k, own, segments=ids))

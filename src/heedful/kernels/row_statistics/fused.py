@@ -82,6 +82,8 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
     why = fused.about_scores(q, k, rows, pattern, scale)
     if segments is not None and not why:
         why += fused.about_segments(q, k, k, segments)
+    if request.values is not None:
+        why.append("values do not ride along with it: the layer's own kernel takes as long")
     if request.bands and isinstance(segments, tuple):
         why.append("bands under separate segments of queries and keys are not one interval of offsets")
     return why

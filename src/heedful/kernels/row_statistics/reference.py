@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf, log, prod
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -43,7 +44,10 @@ def row_statistics(
         layout = resolve(segments, q.shape[-2], k.shape[-2])
         q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
         k = k.masked_fill(layout.key_ids[..., None] < 0, 0)
-    work = Work(q, k, k, rows.bias, pattern, segments, scale, request.scratch)
+        if request.values is not None:
+            request = replace(request, values=request.values.masked_fill(layout.key_ids[..., None] < 0, 0))
+    values = k[..., :0] if request.values is None else request.values
+    work = Work(q, k, values, rows.bias, pattern, segments, scale, request.scratch)
     softmax = isinstance(rows, SoftmaxRows)
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
@@ -53,7 +57,7 @@ def row_statistics(
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
         first = None if segments is not None else tile.rows.start + work.m - work.n
-        block = _block(tile, request, first, len(work.batch))
+        block = _block(tile, request, first, work)
         if isinstance(rows, SoftmaxRows):
             part, weights, factor = _of_softmax(work, rows, scores, tile, bias, block)
         else:
@@ -67,7 +71,7 @@ def row_statistics(
     if request.into is not None:
         if bool((out.count == 0).any()):  # such queries may be in no tile
             request.into.masked_fill_((out.count == 0)[..., None], 0)
-        work.scratch["left"] = request.into, _writes(request.into), None if segments is not None else pattern
+        _remember(request.into, None if segments is not None else pattern, work.scratch)
     out = _normalised(out, rows) if isinstance(rows, SoftmaxRows) else out
     return replace(out, seen=_seen(out.seen, request, layout, pattern), left=request.into is not None)
 
@@ -117,6 +121,7 @@ def by_blocks(
             columns,
             request.bands,
             request.places,
+            None if request.values is None else with_axes(request.values, axes, 2).to(wide),
         )
         weights = rows(part).to(wide)
         out.put((), part, of_weights(weights, block), ("seen",))
@@ -182,15 +187,21 @@ def _leave(
 def _blank_around(
     into: Float[Tensor, "*b n m"], pattern: Pattern, segments: Segments | None, scratch: dict[str, Any]
 ) -> bool:
-    """Whether the last pass left a matrix of the same pattern here, and nothing was written to it since."""
-    last, writes, known = scratch.get("left", (None, None, None))
-    return (
-        segments is None
-        and last is not None
-        and writes is not None
-        and (last.data_ptr(), last.shape, last.stride()) == (into.data_ptr(), into.shape, into.stride())
-        and (writes, known) == (_writes(into), pattern)
-    )
+    """Whether a pass left a matrix of the same pattern here, and nothing was written to it since."""
+    room, *known = scratch.get("left", {}).get(into.data_ptr(), (None, None))
+    return segments is None and room is not None and room() is not None and known == [*_place(into), pattern]
+
+
+def _remember(into: Float[Tensor, "*b n m"], pattern: Pattern | None, scratch: dict[str, Any]) -> None:
+    """That a matrix of this pattern is in this room now; nothing of rooms that are gone."""
+    left = {at: note for at, note in scratch.get("left", {}).items() if note[0]() is not None}
+    if _writes(into) is not None:
+        left[into.data_ptr()] = ref(into if into._base is None else into._base), *_place(into), pattern
+    scratch["left"] = left
+
+
+def _place(into: Tensor) -> tuple[Any, ...]:
+    return into.shape, into.stride(), _writes(into)
 
 
 def _writes(x: Tensor) -> int | None:
@@ -198,13 +209,13 @@ def _writes(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _block(tile: Tile, request: Request, first: int | None, axes: int) -> Block:
-    targets, columns = request.targets, request.columns
+def _block(tile: Tile, request: Request, first: int | None, work: Work) -> Block:
+    targets, columns, axes = request.targets, request.columns, len(work.batch)
     if targets is not None:
         targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
     if columns is not None:
         columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
-    rest = targets, columns, request.bands, request.places
+    rest = targets, columns, request.bands, request.places, None if request.values is None else work.cols_of(2, tile)
     return Block(tile.i, tile.j, tile.cols, tile.mask, tile.clear, first, *rest)
 
 

@@ -25,6 +25,7 @@ class Request:
     targets   keys whose weights are wanted, for each query, by index; −1: none
     bands     offsets (least, largest) whose share of a row is wanted
     columns   vectors that the rows of each band are multiplied by
+    values    vectors that whole rows are multiplied by, such as a layer's values
     into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
     down      zeros to which the sums of the columns are added, where the matrix is left
     places    whether the key of each row's largest weight is wanted, which a CPU finds no faster than a softmax
@@ -39,6 +40,7 @@ class Request:
     down: Float[Tensor, "*b m"] | None = None
     places: bool = True
     scratch: dict[str, Any] | None = None
+    values: Float[Tensor, "*#b m e"] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class RowSums:
     seen: Bool[Tensor, "*b n t"]  # whether pattern and segments let the query see the target
     band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
     band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
+    product: Float[Tensor, "*b n e"]  # A V
     lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
     left: bool = False  # whether `into` and `down` have what the request wanted there
 
@@ -73,6 +76,7 @@ class RowSums:
             "seen": (targets,),
             "band_mass": (bands,),
             "band_dot": (bands, 0 if request.columns is None else request.columns.shape[-1]),
+            "product": (0 if request.values is None else request.values.shape[-1],),
         }
         kinds = {"where": torch.long, "count": torch.long, "seen": torch.bool}
         made: dict[str, Any] = {
@@ -110,6 +114,7 @@ class RowSums:
             at=self.at * wide,
             band_mass=self.band_mass * wide,
             band_dot=self.band_dot * wide[..., None],
+            product=self.product * wide,
         )
 
     @classmethod
