@@ -126,6 +126,47 @@ def test_a_model_inside_another_module_is_captured():
     assert [call.name for call in calls] == ["inner.model.layers.0.self_attn", "inner.model.layers.1.self_attn"]
 
 
+# ---- outputs that somebody else computes
+
+
+class Elsewhere(hf.Attending):
+    def __init__(self, factor=1.0):
+        self.factor, self.asked = factor, []
+
+    def attend(self, call):
+        self.asked.append((call.at, call.q.shape[-2]))
+        out, beside = checks.attended(call)
+        return (out * self.factor, beside) if call.at == 1 else None
+
+
+def test_whoever_attends_is_checked_once_and_asked_before_each_visit():
+    species, seen = SPECIES["llama"], []
+    probe, elsewhere = hf.Probe(zoo.grow(species), check_tokens=10), Elsewhere()
+    for _ in range(2):
+        probe(zoo.texts(species), lambda call: seen.append(elsewhere.asked[-1]), elsewhere)
+    assert elsewhere.asked == [(0, 10), (1, 10)] + [(0, 24), (1, 24)] * 2
+    assert seen == [(0, 24), (1, 24)] * 2
+
+
+def test_outputs_from_elsewhere_go_into_the_model_and_wrong_ones_are_caught():
+    species = SPECIES["llama"]
+    probe = hf.Probe(zoo.grow(species))
+    probe(zoo.texts(species), lambda call: None)  # heedful's own are no excuse for others
+    with pytest.raises(hf.CheckFailed, match=r"layers\.1.*outputs in torch\.float32 differ"):
+        probe(zoo.texts(species), lambda call: pytest.fail("was measured"), Elsewhere(1.001))
+    probe(zoo.texts(species), lambda call: None, Elsewhere())
+    with pytest.raises(hf.CheckFailed, match="outputs are not finite"):  # it is what the model is given, as ever
+        probe(zoo.texts(species), lambda call: None, Elsewhere(inf))
+
+
+def test_a_check_shows_the_calls_on_its_tokens():
+    species, seen = SPECIES["llama"], []
+    probe, inputs = hf.Probe(zoo.grow(species), check_tokens=10), zoo.texts(species)
+    assert not probe.sees_all(inputs) and probe.sees_all({name: x[:, :10] for name, x in inputs.items()})
+    probe.check(inputs, lambda call: seen.append((call.at, call.q.shape[-2])))
+    assert seen == [(0, 10), (1, 10)]
+
+
 # ---- memory
 
 

@@ -16,7 +16,7 @@ from heedful.hf.calls import Call
 from heedful.measures import search
 from heedful.scan import baseline, heads
 from heedful.scan.baseline import Baselines, logit_spreads
-from heedful.scan.heads import Kept, Measuring, rows_of, thumbnail, together
+from heedful.scan.heads import Kept, Measuring, rows_of, thumbnails, together
 
 
 def calls_of(name: str, n: int = 24) -> tuple[list[Call], dict]:
@@ -197,7 +197,7 @@ def test_a_uniform_head_has_a_baseline_too():
 
 def test_a_picture_is_the_mean_over_blocks():
     call = random_call(100, 2.0, seed=1)
-    found = thumbnail(call, cells=10)
+    [found] = thumbnails(call.operator(), cells=10)
     a = dense_of(call, 0)
     means = a.reshape(10, 10, 10, 10).mean((1, 3))
     assert (
@@ -206,7 +206,7 @@ def test_a_picture_is_the_mean_over_blocks():
     assert found["scale"] == pytest.approx(float(means.max()), rel=1e-5)
     shown = torch.tensor(found["cells"]).reshape(10, 10) / 255 * found["scale"]
     assert float((shown - means).abs().max()) <= found["scale"] / 255
-    small = thumbnail(random_call(7, 2.0, seed=1), cells=10)
+    [small] = thumbnails(random_call(7, 2.0, seed=1).operator().to_dense(), cells=10)
     assert small["pooling"] == "none" and len(small["cells"]) == 49
 
 

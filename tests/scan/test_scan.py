@@ -109,7 +109,7 @@ def test_chosen_layers_are_those_of_the_whole_scan_and_the_model_stops_there(mod
     finally:
         hook.remove()
     assert timeless(first).equals(timeless(whole).filter(pl.col("layer") == 0))
-    assert len(ran) == 3  # the survey and the two runs of its check, and no more
+    assert len(ran) == 2  # the two runs of the check, one of which is the survey, and no more
     with pytest.raises(Refused, match="this model makes 2 attention calls"):
         scan(model, None, texts, layers=[2], out=tmp_path / "none")
     assert not (tmp_path / "none").exists()

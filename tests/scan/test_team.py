@@ -66,9 +66,11 @@ def test_every_job_has_the_same_threads_and_no_gradients_and_the_rest_is_as_befo
 
 def test_the_numbers_of_a_scan_do_not_depend_on_who_measured(model, tmp_path, monkeypatch):
     usual = rows_of(model, tmp_path / "usual")
-    monkeypatch.setattr(team, "BEHIND", 0)  # nearly all by the thread of the forward pass
+    for name in ("BEHIND", "HOLDING"):
+        monkeypatch.setattr(team, name, 0)  # nearly all by the thread of the forward pass
     here = rows_of(model, tmp_path / "here")
-    monkeypatch.setattr(team, "BEHIND", 100)  # nearly all by the other one
+    for name in ("BEHIND", "HOLDING"):
+        monkeypatch.setattr(team, name, 100)  # nearly all by the other one
     there = rows_of(model, tmp_path / "there")
     assert usual.equals(here) and usual.equals(there)
 
@@ -92,13 +94,13 @@ def test_what_breaks_in_another_thread_is_told_and_the_rest_is_not_done():
 
 
 def test_a_model_that_writes_over_what_is_being_measured_is_refused(model, tmp_path, monkeypatch):
-    measured = work.rows_of_part
+    measured = work.measured
 
-    def meanwhile(call, *rest):
-        found = measured(call, *rest)
+    def meanwhile(call, *rest, **more):
+        found = measured(call, *rest, **more)
         call.k.add_(0)
         return found
 
-    monkeypatch.setattr(work, "rows_of_part", meanwhile)
+    monkeypatch.setattr(work, "measured", meanwhile)
     with pytest.raises(Refused, match="writes over queries or keys"):
         rows_of(model, tmp_path / "run")

@@ -14,7 +14,7 @@ except ModuleNotFoundError as missing:
 from heedful.hf.calls import Call
 from heedful.hf.load import PACKAGED, load
 from heedful.hf.modules import CheckFailed, Refused, objections
-from heedful.hf.probe import Enough, Probe, probe
+from heedful.hf.probe import Attending, Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PACKAGED",
+    "Attending",
     "Call",
     "CheckFailed",
     "Enough",

@@ -25,6 +25,7 @@ class Call:
 
     name       of the module in its model; layers that share a module share it
     turn       how often that module had been called before, in the same forward pass
+    at         how many calls there were before it, of any module: what a scan calls its layer
     kind       "self", "causal" (no query sees a later key) or "cross" (keys of another sequence)
     q, k, v    after rotary embeddings; k and v have fewer heads than q where queries are grouped
     scale      factor of q·k
@@ -47,6 +48,7 @@ class Call:
     bias: Float[Tensor, "#b #h #n #m"] | None = None
     softcap: float | None = None
     sink: Float[Tensor, " h"] | None = None
+    at: int = 0
 
     @property
     def heads(self) -> int:
@@ -77,7 +79,9 @@ class Call:
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
     def part(self, start: int, stop: int) -> Call:
-        """The same call with some of its heads, each with keys and values of its own."""
+        """The same call with some of its heads, each with keys and values of its own; itself where these are all."""
+        if (start, stop) == (0, self.heads):
+            return self
         some = slice(start, stop)
         bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, some]
         sink = None if self.sink is None else self.sink[some]

@@ -8,7 +8,7 @@ Nothing is measured unless it was checked:
     before      no module computes its weights by itself, where no interface would see it
     once        on up to `check_tokens` tokens: outputs of the model under the probe, with each module's own eager
                 function and masks, equal those of the untouched model; and for each call the weights and outputs of
-                heedful, in float64, equal those of that eager function
+                heedful, in float64, equal those of that eager function, and so do outputs that a visitor brings
     each call   rows sum to one (to less with a sink), nothing leaks from the future, outputs are finite
     each run    every attention module that was entered made a call, up to where a visitor had enough
 """
@@ -16,6 +16,7 @@ Nothing is measured unless it was checked:
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -38,6 +39,16 @@ from heedful.shapes import Tensor
 ALONG_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 Visit = Callable[[Call], object]
+
+
+class Attending(ABC):
+    """Whoever computes the weights of a call in any case, and can give the model its outputs on the way."""
+
+    @abstractmethod
+    def attend(self, call: Call) -> tuple[Tensor, Tensor] | None:
+        """The outputs (b, h, n, e) of a call, in its precision, and (b, h, n, 2) what `checks.check_call` asks of its
+        weights. None: leave this one to heedful's softmax.
+        """
 
 
 class Enough(Exception):
@@ -67,21 +78,21 @@ class Probe:
         """In another process, perhaps on another machine, everything is checked again."""
         return {**vars(self), "_checked": set()}
 
-    def __call__(self, inputs: Mapping[str, Any], visit: Visit) -> None:
+    def __call__(self, inputs: Mapping[str, Any], visit: Visit, attending: Attending | None = None) -> None:
         """Run the model on these inputs and call `visit` with each `Call`, in the order in which layers run.
 
-        A visitor that raises `Enough` ends the run there.
+        A visitor that raises `Enough` ends the run there. `attending` is asked for the outputs of each call before it
+        is visited; what it gives is checked as everything is, once for each class.
         """
         given = dict(inputs)
         _check_inputs(given)
-        form = _form(given)
-        if form not in self._checked:
-            self.check(given)
-            self._checked.add(form)
+        if (_form(given), type(attending)) not in self._checked:
+            self.check(given, attending=attending)
         extra = _sparing(self.model, given)
 
         def attend(call: Call, own: Own) -> tuple[Tensor, None]:
-            out, products = attended(call)
+            given = None if attending is None else attending.attend(call)
+            out, products = attended(call) if given is None else given
             check_call(call, out, products)
             visit(call)
             return out.transpose(1, 2).contiguous(), None
@@ -90,14 +101,20 @@ class Probe:
             self.model(**given, **extra)
         tap.check_counts()
 
-    def check(self, inputs: Mapping[str, Any]) -> None:
-        """Compare the model under the probe with the untouched model, on the first tokens of these inputs."""
+    def check(self, inputs: Mapping[str, Any], visit: Visit | None = None, attending: Attending | None = None) -> None:
+        """Compare the model under the probe with the untouched model, on the first tokens of these inputs.
+
+        A visitor sees the calls on those tokens.
+        """
         given = _cut(dict(inputs), self.check_tokens)
         extra = {name: value for name, value in _sparing(self.model, given).items() if name == "use_cache"}
 
         def attend(call: Call, own: Own) -> tuple[Tensor, Tensor | None]:
             out, weights = own()
-            compare_call(call, own, out)
+            given = None if attending is None else attending.attend(call)
+            compare_call(call, own, out, *([] if given is None else given[:1]))
+            if visit is not None:
+                visit(call)
             return out, weights
 
         with prepared(self.model):
@@ -108,6 +125,12 @@ class Probe:
                 found = floating_tensors(self.model(**given, **extra))
         tap.check_counts()
         compare_outputs(found, expected, type(self.model).__name__)
+        self._checked.add((_form(dict(inputs)), type(attending)))
+
+    def sees_all(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a check sees all tokens of these inputs."""
+        cut = _cut(dict(inputs), self.check_tokens)
+        return all(cut[name].shape == x.shape for name, x in inputs.items() if isinstance(x, Tensor))
 
 
 def probe(model: nn.Module, inputs: Mapping[str, Any], visit: Visit, *, check_tokens: int = 256) -> None:

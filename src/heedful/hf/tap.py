@@ -120,6 +120,7 @@ class Tap:
             bias=None if bias is None else bias.to(q.device, q.dtype),
             softcap=options.get("softcap"),
             sink=None if sink is None else sink.detach(),
+            at=sum(self.called.values()),
         )
         self.called[name] += 1
         return self.attend(call, Own(module, (q, k, v), mask, options))

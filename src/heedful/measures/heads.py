@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -87,8 +86,6 @@ class Room:
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
-        self.scratch: dict[str, Any] = {}
-        """For the pass itself."""
 
     def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
         """Room for the matrix of op, with whatever stood in it, where it pays to have it.
@@ -100,7 +97,6 @@ class Room:
         size = prod(op.shape)
         if self._kept.dtype != op.dtype or self._kept.numel() < size:
             self._kept = torch.empty(0)  # what was kept goes before more is taken
-            self.scratch.clear()
             self._kept = torch.empty(size, dtype=op.dtype)
         return self._kept[:size].view(op.shape)
 

@@ -204,18 +204,23 @@ def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
 def checked_sums(op: AttentionOperator, request: Request) -> RowSums:
     """The sums, or an error where a row has weights that are no numbers."""
     sums = op.row_sums(request)
+    check_sums(sums, op)
+    return sums
+
+
+def check_sums(sums: RowSums, of: object) -> None:
+    """Refuse rows with weights that are no numbers."""
     whole = (sums.mass + sums.square + sums.entropy).detach()
     if isfinite(whole.sum(dtype=torch.float64).item()):  # one number to wait for, where all is well
-        return sums
+        return
     bad = ~torch.isfinite(whole)
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
             f"op: {int(bad.sum())} of {bad.numel()} rows have weights that are NaN or infinite, the first at {where} "
-            f"(batch axes, then the query) of {op}. Expected finite ones. Likely cause: NaN in q or k, which "
+            f"(batch axes, then the query) of {of}. Expected finite ones. Likely cause: NaN in q or k, which "
             "heedful.check_finite() finds, or weights without a normaliser that overflow."
         )
-    return sums
 
 
 def check_operator(op: AttentionOperator) -> None:

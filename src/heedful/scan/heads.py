@@ -12,7 +12,7 @@ distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Any
 
@@ -31,7 +31,7 @@ from heedful.measures import (
 )
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, pattern_of
-from heedful.measures.rows import checked_sums, over_rows
+from heedful.measures.rows import check_sums, over_rows
 from heedful.measures.search import BLOCK, FORMED, block_of
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
@@ -65,10 +65,10 @@ class Measuring:
 
 
 class Kept:
-    """What a call leaves to the next: memory, and what is asked of rows where tokens stand in the same places."""
+    """What a pass leaves to the next: memory, and what is asked of rows where tokens stand in the same places."""
 
     def __init__(self) -> None:
-        self.room = Room()
+        self.scratch: dict[str, Any] = {}
         self._asked: Asked | None = None
 
     def asked(self, layout: Layout, tokens: Tensor | None) -> Asked:
@@ -84,6 +84,39 @@ def _same(asked: Asked, layout: Layout, tokens: Tensor | None) -> bool:
     return same and all(map(torch.equal, layout, asked.layout))
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over the rows of some heads gave.
+
+    matrix    A, in the room, where it pays to form it
+    columns   the sums of its columns, Aᵀ1
+    """
+
+    asked: Asked
+    sums: RowSums
+    energy: Tensor
+    matrix: AttentionOperator | Tensor
+    columns: Tensor
+    room: Room
+
+
+def read(call: Call, tokens: Tensor | None, kept: Kept, room: Room, values: Tensor | None = None) -> Pass:
+    """Pass over the rows of a call's heads; `values` ride along, and their product is among the sums.
+
+    tokens   of the text, which induction needs
+    kept     by passes that follow one another
+    """
+    op = call.operator().float()
+    asked = kept.asked(op.layout, None if call.kind == "cross" else tokens)
+    dense = room.of(op)
+    where = op.layout.key_positions[..., None].double() / op.shape[-1]
+    down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
+    sums = op.row_sums(replace(asked.request(where, dense, down, kept.scratch), values=values))
+    energy = sums.square.double().sum(-1).cpu()  # now that it is there: see measures.heads
+    matrix = matrix_of(op, dense if sums.left else None)
+    return Pass(asked, sums, energy, matrix, down if sums.left else _column_sums(op, matrix), room)
+
+
 def rows_of(
     call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept | None = None
 ) -> list[dict[str, Any]]:
@@ -91,18 +124,12 @@ def rows_of(
 
     kept    by calls that follow one another
     """
-    kept = Kept() if kept is None else kept
-    return [row for part in together(call) for row in rows_of_part(call, part, tokens, how, baselines, kept)]
-
-
-def rows_of_part(
-    call: Call, part: tuple[int, int], tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept
-) -> list[dict[str, Any]]:
-    """Those of the heads from part[0] to before part[1]."""
-    return [
-        {"head": head, **row}
-        for head, row in enumerate(_measured(call.part(*part), tokens, how, baselines, kept), part[0])
-    ]
+    kept, room = Kept() if kept is None else kept, Room()
+    rows: list[dict[str, Any]] = []
+    for start, stop in together(call):
+        part = call.part(start, stop)
+        rows += measured(part, read(part, tokens, kept, room), how, baselines, first=start)
+    return rows
 
 
 def together(call: Call) -> list[tuple[int, int]]:
@@ -113,29 +140,22 @@ def together(call: Call) -> list[tuple[int, int]]:
     return [(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
 
 
-def _measured(
-    call: Call, tokens: Tensor | None, how: Measuring, baselines: Baselines, kept: Kept
-) -> list[dict[str, Any]]:
-    op = call.operator().float()
-    own = call.kind != "cross"
-    asked = kept.asked(op.layout, tokens if own else None)
-    dense = kept.room.of(op)
-    where = op.layout.key_positions[..., None].double() / op.shape[-1]
-    down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
-    sums = checked_sums(op, asked.request(where, dense, down, kept.room.scratch))
-    energy = sums.square.double().sum(-1).cpu()  # now that it is there: see measures.heads
-    k = min(how.values, *op.shape[-2:])
-    matrix = matrix_of(op, dense if sums.left else None)
-    pattern = pattern_of(asked, sums, down if sums.left else _column_sums(op, matrix))
-    found = how.spectrum(matrix, k, energy)
+def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, first: int = 0) -> list[dict[str, Any]]:
+    """The rows of a call's heads, of which the first is called `first`, from the pass over theirs."""
+    asked, sums = passed.asked, passed.sums
+    check_sums(sums, call.name)
+    m = call.k.shape[-2]
+    k = min(how.values, call.q.shape[-2], m)
+    pattern = pattern_of(asked, sums, passed.columns)
+    found = how.spectrum(passed.matrix, k, passed.energy)
     columns = {
         **_of_spectrum(found),
         **_of_rows(sums),
-        **_of_places(sums, asked, op.shape[-1] if own else None),
+        **_of_places(sums, asked, None if call.kind == "cross" else m),
         "label_score": pattern.score,
     }
     lists = {name: x[0].tolist() for name, x in columns.items()}
-    rows = [{name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
+    rows = [{"head": first + at} | {name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
     return [
         {**row, "label": label, **_of_random(call, spread, baselines)}
         for row, label, spread in zip(rows, pattern.labels[0], logit_spreads(call), strict=True)
@@ -229,15 +249,18 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def thumbnail(call: Call, cells: int = 48) -> dict[str, Any]:
-    """The weights of one head as a small picture: means over blocks of queries and keys, by one product.
+def thumbnails(weights: AttentionOperator | Tensor, cells: int = 48) -> list[dict[str, Any]]:
+    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products.
 
     Rows of blocks from the top, the largest mean at 255.
     """
-    op = call.operator().float()
-    n, m = op.shape[-2:]
-    down, across = _blocks(n, cells, op), _blocks(m, cells, op)
-    means = (down.mT @ (op @ across))[0, 0].double().cpu()
+    n, m = weights.shape[-2:]
+    down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
+    means = (down.mT @ (weights @ across))[0].double().cpu()
+    return [_picture(head, "none" if max(n, m) <= cells else "mean", max(n, m)) for head in means]
+
+
+def _picture(means: Tensor, pooling: str, tokens: int) -> dict[str, Any]:
     scale = float(means.max())
     shown = (means / max(scale, 1e-300) * 255).round().clamp(0, 255).to(torch.uint8)
     return {
@@ -245,12 +268,12 @@ def thumbnail(call: Call, cells: int = 48) -> dict[str, Any]:
         "width": shown.shape[1],
         "cells": shown.flatten().tolist(),
         "scale": scale,
-        "pooling": "none" if max(n, m) <= cells else "mean",
-        "tokens_per_cell": max(n, m) / max(shown.shape),
+        "pooling": pooling,
+        "tokens_per_cell": tokens / max(shown.shape),
     }
 
 
-def _blocks(length: int, cells: int, op: AttentionOperator) -> Tensor:
+def _blocks(length: int, cells: int, op: AttentionOperator | Tensor) -> Tensor:
     """A column for each block of tokens, with their number's inverse on them."""
     cells = min(cells, length)
     block = torch.arange(length, device=op.device) * cells // length

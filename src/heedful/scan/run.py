@@ -144,7 +144,7 @@ class _Side:
             model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond
         )
         self.probe = hf.Probe(model)
-        layers = survey(self.probe, _short(self.readings[0], setting.device))
+        layers = survey(self.probe, _short(self.readings[0], setting.device), setting.layers)
         self.chosen = _chosen(setting.layers, len(layers))
         self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
         """After how many attention calls a run of the model ends."""

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 MOST = 8  # threads that measure: more would wait for each other's Python
 BEHIND = 2  # jobs that may wait for each of them, with the queries and keys that they are about
+HOLDING = 0.5  # where they hold matrices as well; one may wait in any case
 
 
 class Job(Generic[Result]):
@@ -75,7 +76,7 @@ class Team:
         self.threads, self.leading = threads, threads - threads // 2
         self._each = max(1, threads // 2 // max(others, 1))
         self._pool = ThreadPoolExecutor(others, "heedful") if others else None
-        self._most, self._handed = BEHIND * others, deque[Job[Any]]()
+        self._others, self._handed = others, deque[Job[Any]]()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -87,8 +88,11 @@ class Team:
             while self._handed:
                 self._handed.popleft().drop()
 
-    def hand(self, work: Callable[[], Result]) -> Job[Result]:
-        """Have this done, now or later, here or by another thread."""
+    def hand(self, work: Callable[[], Result], behind: float | None = None) -> Job[Result]:
+        """Have this done, now or later, here or by another thread.
+
+        behind   how many jobs may wait for each of the others; when there are more, the oldest is done here
+        """
         job = Job(lambda: self._alike(work))
         if self._pool is None:
             job.result()
@@ -97,7 +101,7 @@ class Team:
         self._handed.append(job)
         while self._handed and not self._handed[0].is_waiting:
             self._handed.popleft()
-        if len(self._handed) > self._most:
+        if len(self._handed) > max(1, (BEHIND if behind is None else behind) * self._others):
             self._handed.popleft().result()
         return job
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -17,8 +17,10 @@ from heedful.hf import Refused
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank
 from heedful.operator import AttentionOperator
+from heedful.scan import team
+from heedful.scan.along import Along, Rooms, of_call
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import Kept, Measuring, rows_of_part, thumbnail, together
+from heedful.scan.heads import Kept, Measuring, Pass, measured, read, thumbnails, together
 from heedful.scan.memory import limited
 from heedful.scan.team import Job, Team
 from heedful.scan.texts import Unit
@@ -48,8 +50,9 @@ class _Own(threading.local):
 
 Part = tuple[int, int]
 """Heads from the first to before the second."""
-Look = Callable[[int, Call], Callable[[Part], list[Row]]]
-"""What else to do about a call, by its number: a function of some of its heads, to be run when they are measured."""
+Matrix = AttentionOperator | Tensor
+Look = Callable[[Call], Callable[[Part, Matrix], list[Row]]]
+"""What else to do about a call: a function of some of its heads and their weights, to be run when they are measured."""
 
 
 class Worker:
@@ -83,6 +86,7 @@ class Worker:
         # A GPU does one thing after the other in any case.
         self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 1)
         self.own = _Own()
+        self.rooms = Rooms()
 
     def __call__(self, unit: Unit) -> Result:
         with limited(self.memory), self.team.at_work():
@@ -91,13 +95,13 @@ class Worker:
     def _all(self, unit: Unit) -> Result:
         kept: dict[int, Call] = {}
 
-        def look(at: int, call: Call) -> Callable[[Part], list[Row]]:
+        def look(call: Call) -> Callable[[Part, Matrix], list[Row]]:
             if self.other is not None:
-                kept[at] = replace(call, v=call.v[..., :0])
+                kept[call.at] = call
             if not unit.first:
                 return _nothing
-            return lambda part: [
-                {"layer": at, "head": head, **thumbnail(call.part(head, head + 1))} for head in range(*part)
+            return lambda part, matrix: [
+                {"layer": call.at, "head": head, **picture} for head, picture in enumerate(thumbnails(matrix), part[0])
             ]
 
         rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.count)
@@ -108,13 +112,13 @@ class Worker:
             same = _same(unit.inputs, unit.other)
             energies = {(row["layer"], row["head"]): row["energy"] for row in rows}
 
-            def compare(at: int, call: Call) -> Callable[[Part], list[Row]]:
-                mine = kept.pop(at, None)
+            def compare(call: Call) -> Callable[[Part, Matrix], list[Row]]:
+                mine = kept.pop(call.at, None)
                 if not same or mine is None or not _alike(mine, call):
                     return _nothing
-                key = {"text": unit.text, "length": rows[0]["length"], "layer": at}
-                return lambda part: [
-                    {**key, **row, "relative": (row["energy"] / energies[at, row["head"]]) ** 0.5}
+                key = {"text": unit.text, "length": rows[0]["length"], "layer": call.at}
+                return lambda part, matrix: [
+                    {**key, **row, "relative": (row["energy"] / energies[call.at, row["head"]]) ** 0.5}
                     for row in apart(mine, call, part, self.how)
                 ]
 
@@ -133,52 +137,62 @@ class Worker:
         tokens = given.get("input_ids")
         jobs: list[Job[tuple[list[Row], list[Row]]]] = []
         last = max(self.layers) if self.layers is not None else None if count is None else count - 1
-        at = -1
+        along = Along(self.layers, tokens, self.own.kept, self.rooms)
 
         def visit(call: Call) -> None:
-            nonlocal at
-            at += 1
-            if self.layers is None or at in self.layers:
-                n, m = call.q.shape[-2], call.k.shape[-2]
-                ids = tokens[:, None] if tokens is not None and n == m == tokens.shape[-1] else None
-                measure = partial(self._part, unit, call, at, tokens=ids, more=look(at, call), written=_writes(call))
-                jobs.extend(self.team.hand(partial(measure, part)) for part in together(call))
+            if self.layers is None or call.at in self.layers:
+                jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, along.take()))
             if self.tick is not None:
-                self.tick((at + 1) / self.count)
+                self.tick((call.at + 1) / self.count)
             # A text on which the model does otherwise than on the first one is read to its end.
-            if at == last and (self.layers is not None or call.name == self.ends):
+            if call.at == last and (self.layers is not None or call.name == self.ends):
                 raise hf.Enough
 
-        probe(given, visit)
+        probe(given, visit, along)
         found = [job.result() for job in jobs]
         return [row for rows, _ in found for row in rows], [row for _, looked in found for row in looked]
+
+    def _jobs(
+        self, unit: Unit, call: Call, tokens: Tensor | None, look: Look, passed: Pass | None
+    ) -> Iterator[Job[tuple[list[Row], list[Row]]]]:
+        """The heads of a call, in parts, or all of them where the pass over their rows was made already."""
+        measure = partial(self._part, unit, call, more=look(call), written=_writes(call))
+        if passed is not None:
+            yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), team.HOLDING)
+            return
+        for part in together(call):
+            yield self.team.hand(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
+
+    def _read(self, call: Call, part: Part, tokens: Tensor | None) -> Pass:
+        return read(call.part(*part), tokens, self.own.kept, self.rooms.lend())
 
     def _part(
         self,
         unit: Unit,
         call: Call,
-        layer: int,
         part: Part,
-        tokens: Tensor | None,
-        more: Callable[[Part], list[Row]],
+        read: Callable[[], Pass],
+        more: Callable[[Part, Matrix], list[Row]],
         written: list[int],
     ) -> tuple[list[Row], list[Row]]:
         start = perf_counter()
-        found = rows_of_part(call, part, tokens, self.how, self.baselines, self.own.kept)
-        looked = more(part)
+        passed = read()
+        looked = more(part, passed.matrix)
+        found = measured(call.part(*part), passed, self.how, self.baselines, first=part[0])
+        self.rooms.give_back(passed.room)
         if _writes(call) != written:
             raise Refused(
                 f"{call.name}: the model writes over queries or keys that are still being measured. Likely cause: "
                 "arithmetic in place in its own code; scan with a single thread (torch.set_num_threads(1))."
             )
         seconds = (perf_counter() - start) / len(found)
-        return [self._row(unit, call, layer, row, seconds) for row in found], looked
+        return [self._row(unit, call, row, seconds) for row in found], looked
 
-    def _row(self, unit: Unit, call: Call, layer: int, row: Row, seconds: float) -> Row:
+    def _row(self, unit: Unit, call: Call, row: Row, seconds: float) -> Row:
         return {
             "text": unit.text,
             "length": unit.length or call.q.shape[-2],
-            "layer": layer,
+            "layer": call.at,
             "name": call.name,
             "kind": call.kind,
             "turn": call.turn,
@@ -190,14 +204,18 @@ class Worker:
         }
 
 
-def survey(probe: hf.Probe, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The attention calls of a model in the order in which they run: what `layer` counts."""
+def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """The attention calls of a model in the order in which they run: what `layer` counts.
+
+    layers   those that are to be measured, which are checked as they will be
+    """
     found: list[dict[str, Any]] = []
+    along = Along(layers, inputs.get("input_ids"), Kept(), Rooms())
 
     def visit(call: Call) -> None:
         found.append(
             {
-                "layer": len(found),
+                "layer": call.at,
                 "name": call.name,
                 "kind": call.kind,
                 "heads": call.heads,
@@ -206,7 +224,10 @@ def survey(probe: hf.Probe, inputs: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
 
-    probe(inputs, visit)
+    if probe.sees_all(inputs):  # the check of the first inputs has to be made in any case
+        probe.check(inputs, visit, along)
+    else:
+        probe(inputs, visit, along)
     return found
 
 
@@ -229,7 +250,7 @@ def _writes(call: Call) -> list[int]:
     return [x._version for x in (call.q, call.k, call.bias) if x is not None]
 
 
-def _nothing(part: Part) -> list[Row]:
+def _nothing(part: Part, matrix: Matrix) -> list[Row]:
     return []
 
 

@@ -33,7 +33,6 @@ class Block:
     columns: Float[Tensor, "*#b x c"] | None
     bands: tuple[Band, ...]
     places: bool
-    values: Float[Tensor, "*#b c e"] | None
 
     def count(self) -> Int[Tensor, "*s r"]:
         """How many keys each query sees."""
@@ -120,7 +119,7 @@ def sums_of(
         seen=torch.empty_like(at, dtype=torch.bool),  # see _seen
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
         band_dot=torch.stack([x[1] for x in bands], -2) if bands else weights.new_zeros(*mass.shape, 0, width),
-        product=none if block.values is None else weights @ block.values,
+        product=none,  # comes with the pass
     )
 
 

@@ -46,18 +46,18 @@ def row_statistics(
         k = k.masked_fill(layout.key_ids[..., None] < 0, 0)
         if request.values is not None:
             request = replace(request, values=request.values.masked_fill(layout.key_ids[..., None] < 0, 0))
-    values = k[..., :0] if request.values is None else request.values
+    values = k if request.values is None else request.values
     work = Work(q, k, values, rows.bias, pattern, segments, scale, request.scratch)
     softmax = isinstance(rows, SoftmaxRows)
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
     layout = resolve(segments, work.n, work.m, q.device)
-    later = ("seen", "mass", "largest") if softmax else ("seen",)  # these are found for all tiles together
+    later = ("seen", "product", *(("mass", "largest") if softmax else ()))  # not in the sums of a block
     around = request.into is not None and not _blank_around(request.into, pattern, segments, work.scratch)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
         first = None if segments is not None else tile.rows.start + work.m - work.n
-        block = _block(tile, request, first, work)
+        block = _block(tile, request, first, len(work.batch))
         if isinstance(rows, SoftmaxRows):
             part, weights, factor = _of_softmax(work, rows, scores, tile, bias, block)
         else:
@@ -66,6 +66,9 @@ def row_statistics(
         out.put(tile.batch, tile.rows, part, later)
         if request.down is not None:  # a product takes half as long as a sum over rows
             tile.cols.add(pick(request.down, tile.batch)[..., None], (factor.mT @ weights).mT)
+        if request.values is not None:
+            target = pick(out.product, tile.batch)[..., tile.rows, :]
+            torch.mul(work.product("product", weights, work.cols_of(2, tile)), factor, out=target)
         if request.into is not None:
             _leave(request.into, tile, weights, factor, around)
     if request.into is not None:
@@ -103,6 +106,7 @@ def by_blocks(
     query_ids, key_ids, i, j = (with_axes(x, axes, 1) for x in layout)
     targets = None if request.targets is None else with_axes(request.targets, axes, 2)
     columns = None if request.columns is None else with_axes(request.columns, axes, 2).mT
+    values = None if request.values is None else request.values.to(wide)
     keys = Keys([(0, m)])
     for lo in range(0, n, step):
         part = slice(lo, min(lo + step, n))
@@ -121,10 +125,11 @@ def by_blocks(
             columns,
             request.bands,
             request.places,
-            None if request.values is None else with_axes(request.values, axes, 2).to(wide),
         )
         weights = rows(part).to(wide)
-        out.put((), part, of_weights(weights, block), ("seen",))
+        out.put((), part, of_weights(weights, block), ("seen", "product"))
+        if values is not None:
+            out.product[..., part, :] = weights @ values
         if request.into is not None:
             request.into[..., part, :] = weights
         if request.down is not None:
@@ -209,13 +214,13 @@ def _writes(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _block(tile: Tile, request: Request, first: int | None, work: Work) -> Block:
-    targets, columns, axes = request.targets, request.columns, len(work.batch)
+def _block(tile: Tile, request: Request, first: int | None, axes: int) -> Block:
+    targets, columns = request.targets, request.columns
     if targets is not None:
         targets = pick(with_axes(targets, axes, 2), tile.batch)[..., tile.rows, :]
     if columns is not None:
         columns = tile.cols.take(pick(with_axes(columns, axes, 2), tile.batch)).mT
-    rest = targets, columns, request.bands, request.places, None if request.values is None else work.cols_of(2, tile)
+    rest = targets, columns, request.bands, request.places
     return Block(tile.i, tile.j, tile.cols, tile.mask, tile.clear, first, *rest)
 
 
@@ -250,8 +255,9 @@ def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
     if rows.sink is not None:
         sink = with_axes(rows.sink, lse.ndim - 1, 0)[..., None].to(lse.dtype) / rows.temperature
         mass, lse = _beside(lse, sink)
-    found = replace(found, largest=torch.ones_like(mass)).scaled(mass / total)
-    return replace(found, total=mass, mass=mass, entropy=entropy, lse=lse)
+    product = found.product  # which is of A already
+    found = replace(found, largest=torch.ones_like(mass), product=product[..., :0]).scaled(mass / total)
+    return replace(found, total=mass, mass=mass, entropy=entropy, lse=lse, product=product)
 
 
 def _beside(lse: Float[Tensor, "*b"], sink: Float[Tensor, "*#b"]) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:

@@ -1,0 +1,99 @@
+"""Heads that are formed have their rows read where the model attends: weights are computed once, for both.
+
+    the model     O = A V
+    the measures  sums over the rows of A, and A itself, in room that is lent until the heads are measured
+
+Which calls are read so depends on their shapes alone, never on who is busy, so that records do not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from heedful import hf
+from heedful.hf.calls import Call
+from heedful.measures.heads import Room
+from heedful.scan.heads import FORMED, REACH, Kept, Pass, read, together
+from heedful.shapes import Int, Tensor
+
+
+class Rooms:
+    """Rooms for matrices, lent by one thread and given back by another; a new one where none is free."""
+
+    def __init__(self) -> None:
+        self._free: list[Room] = []
+
+    def lend(self) -> Room:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Room()
+
+    def give_back(self, room: Room) -> None:
+        self._free.append(room)
+
+
+class Along(hf.Attending):
+    """Attends for the model, and keeps the pass over the rows that it took.
+
+    layers   those that are measured; None: all
+    tokens   of the text
+    """
+
+    def __init__(self, layers: Sequence[int] | None, tokens: Int[Tensor, "b t"] | None, kept: Kept, rooms: Rooms):
+        self.layers, self.tokens, self.kept, self.rooms = layers, tokens, kept, rooms
+        self._last: Pass | None = None
+
+    def attend(self, call: Call) -> tuple[Tensor, Tensor] | None:
+        self._drop()
+        if (self.layers is not None and call.at not in self.layers) or not _fits(call):
+            return None
+        k, v = (self._per_head(name, call, x) for name, x in (("keys", call.k), ("values", call.v)))
+        found = read(replace(call, k=k), of_call(self.tokens, call), self.kept, self.rooms.lend(), v)
+        out = found.sums.product
+        self._last = replace(found, sums=replace(found.sums, product=out[..., :0].clone()))
+        return out.to(call.v.dtype), _beside(found)
+
+    def _per_head(self, name: str, call: Call, x: Tensor) -> Tensor:
+        """`Call.per_head` on pages that are there already."""
+        if x.shape[1] == call.heads:
+            return x
+        spread = x[:, :, None].expand(-1, -1, call.heads // x.shape[1], -1, -1)
+        kept = self.kept.scratch.get(name)
+        if kept is None or kept.shape != spread.shape or kept.dtype != x.dtype:
+            kept = self.kept.scratch[name] = x.new_empty(spread.shape)
+        return kept.copy_(spread).flatten(1, 2)
+
+    def take(self) -> Pass | None:
+        """The pass over the last call's rows; None where it was not read here."""
+        last, self._last = self._last, None
+        return last
+
+    def _drop(self) -> None:
+        """What nobody took: the calls of a check."""
+        last = self.take()
+        if last is not None:
+            self.rooms.give_back(last.room)
+
+
+def of_call(tokens: Int[Tensor, "b t"] | None, call: Call) -> Int[Tensor, "b 1 t"] | None:
+    """The tokens of a text, where they are what a call attends to."""
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    return tokens[:, None] if tokens is not None and n == m == tokens.shape[-1] else None
+
+
+def _beside(passed: Pass) -> Tensor:
+    """What each row sums to, as the columns have it too, and its mass on the next few keys."""
+    mass = passed.sums.mass
+    found = passed.columns.double().sum(-1) / mass.double().sum(-1).clamp(min=1e-300)
+    ahead = passed.asked.split(passed.sums.at)["offset"][..., -REACH:]
+    return torch.stack([mass * found[..., None], ahead.sum(-1)], -1)
+
+
+def _fits(call: Call) -> bool:
+    """Whether all heads of a call are formed together, on a CPU."""
+    small = call.q.shape[-2] * call.k.shape[-2] <= FORMED
+    return call.q.device.type == "cpu" and small and len(together(call)) == 1
