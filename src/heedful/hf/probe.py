@@ -106,6 +106,7 @@ class Probe:
 
         A visitor sees the calls on those tokens.
         """
+        _check_inputs(dict(inputs))
         given = _cut(dict(inputs), self.check_tokens)
         extra = {name: value for name, value in _sparing(self.model, given).items() if name == "use_cache"}
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, floor, log, sqrt
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +29,7 @@ from heedful.measures.rows import over_rows
 from heedful.measures.search import FORMED
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
-from heedful.segments import resolve
+from heedful.segments import Segments, resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
 BUDGET = 208  # products for a head: 96 columns of a sketch, which tells ranks to a few percent, and 32 values
@@ -121,42 +123,66 @@ def logit_spreads(call: Call) -> list[float]:
     All queries up to SAMPLED of them, so many at even distances beyond, a few at a time: never n × m logits at once.
     """
     n, m = call.q.shape[-2], call.k.shape[-2]
-    query_ids, key_ids, i, j = (x.reshape(-1, x.shape[-1])[0] for x in resolve(call.segments, n, m, call.q.device))
-    real = (query_ids >= 0).nonzero()[:, 0]
-    if not len(real):
+    size = n, m, call.q.device, SAMPLED, ROWS
+    samples = _samples(call.pattern, call.segments, *size) if call.segments is not None else _usual(call.pattern, *size)
+    if not samples:
         return [float("nan")] * call.heads
-    rows = real[torch.linspace(0, len(real) - 1, min(len(real), SAMPLED), device=real.device).round().long()]
-    shown = (query_ids[rows, None] == key_ids) & call.pattern.allows(i[rows, None], j)
-    reach = torch.where(shown, torch.arange(1, m + 1, device=shown.device), 0).amax(-1)  # no key after it is seen
-    found = []
-    for part, seen, last in zip(rows.split(ROWS), shown.split(ROWS), reach.split(ROWS), strict=True):
-        found.append(_variances(*_logits(call, part, seen[:, : int(last.max())])))
+    found = [_variances(*_logits(call, sample)) for sample in samples]
     variance, several = (torch.cat(x, -1) for x in zip(*found, strict=True))
     total = (variance * several).sum(-1) / several.sum(-1).clamp(min=1)
     return total.sqrt().tolist()
 
 
-def _logits(
-    call: Call, rows: Int[Tensor, " r"], shown: Bool[Tensor, "r c"]
-) -> tuple[Float[Tensor, "h r c"], Bool[Tensor, "*h r c"]]:
-    """The logits of some queries on the first c keys, and which of them are seen."""
+class _Sample(NamedTuple):
+    """Some queries, which of the first keys each of them sees, 1 or 0, and how many."""
+
+    rows: Int[Tensor, " r"]
+    shown: Float[Tensor, "r c"]
+    number: Int[Tensor, " r"]
+
+
+def _samples(
+    pattern: Pattern, segments: Segments | None, n: int, m: int, device: torch.device, most: int, step: int
+) -> list[_Sample]:
+    """`most` real queries at even distances, `step` at a time."""
+    query_ids, key_ids, i, j = (x.reshape(-1, x.shape[-1])[0] for x in resolve(segments, n, m, device))
+    real = (query_ids >= 0).nonzero()[:, 0]
+    if not len(real):
+        return []
+    rows = real[torch.linspace(0, len(real) - 1, min(len(real), most), device=device).round().long()]
+    shown = (query_ids[rows, None] == key_ids) & pattern.allows(i[rows, None], j)
+    reach = torch.where(shown, torch.arange(1, m + 1, device=device), 0).amax(-1)  # no key after it is seen
+    parts = zip(rows.split(step), shown.split(step), reach.split(step), strict=True)
+    return [_Sample(part, seen[:, : int(last.max())].float(), seen.sum(-1)) for part, seen, last in parts]
+
+
+@lru_cache(maxsize=4)
+def _usual(pattern: Pattern, n: int, m: int, device: torch.device, most: int, step: int) -> list[_Sample]:
+    """Where every token is real, layers ask the same."""
+    return _samples(pattern, None, n, m, device, most, step)
+
+
+def _logits(call: Call, sample: _Sample) -> tuple[Float[Tensor, "h r c"], Float[Tensor, "*h r c"], Int[Tensor, "*h r"]]:
+    """The logits of some queries on the first c keys, which of them are seen, and how many."""
     n, m = call.q.shape[-2], call.k.shape[-2]
-    keys = slice(shown.shape[-1])
-    z = (call.scale * call.q[0, :, rows].float()) @ call.per_head(call.k)[0, :, keys].float().mT
+    rows, shown, count = sample
+    keys, group = slice(shown.shape[-1]), call.heads // call.k.shape[1]
+    q = (call.scale * call.q[0].index_select(1, rows).float()).unflatten(0, (-1, group)).flatten(1, 2)
+    z = (q @ call.k[0, :, keys].float().mT).view(call.heads, len(rows), -1)  # queries of a group beside each other
     if call.softcap is not None:
         z = call.softcap * torch.tanh(z / call.softcap)
     if call.bias is None:
-        return z, shown
+        return z, shown, count
     z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
-    shown = shown & z.isfinite() & (z > -1e9)  # a bias hides keys by −∞, or by numbers as low
-    return torch.where(shown, z, 0), shown
+    seen = (shown > 0) & z.isfinite() & (z > -1e9)  # a bias hides keys by −∞, or by numbers as low
+    return torch.where(seen, z, 0), seen.float(), seen.sum(-1)
 
 
 def _variances(
-    z: Float[Tensor, "h r c"], shown: Bool[Tensor, "*h r c"]
+    z: Float[Tensor, "h r c"], weight: Float[Tensor, "*h r c"], count: Int[Tensor, "*h r"]
 ) -> tuple[Float[Tensor, "h r"], Bool[Tensor, "h r"]]:
     """The variance of z over what is shown, and which rows have several numbers to tell it from. Overwrites z."""
-    weight, count = shown.to(z.dtype), shown.sum(-1).expand(z.shape[:-1])
+    count = count.expand(z.shape[:-1])
     mean = z.mul_(weight).sum(-1, keepdim=True) / count.clamp(min=1)[..., None]
     away = z.sub_(mean).mul_(weight)
     return torch.linalg.vector_norm(away, dim=-1).double().square() / count.clamp(min=1), count > 1
