@@ -1,6 +1,7 @@
 """What a scan costs beside eager attention with `output_attentions` and a dense SVD of every head.
 
     python benchmarks/scan_cost.py [--model smollm2] [--length 1024] [--texts 20] [--dense-texts 20] [--threads 2]
+        [--dtype bfloat16]
 
 Each side runs in a process of its own, on the same texts: seconds for each text, on the clock and of the processor, and
 the peak of resident memory, whole and beyond what the loaded model takes. The dense side keeps all weights of one
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=20)
     parser.add_argument("--dense-texts", type=int)
     parser.add_argument("--threads", type=int, help="of torch, on both sides; as many as it likes otherwise")
+    parser.add_argument("--dtype", help="of the model, on both sides; as it is stored otherwise")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -53,7 +55,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
     if options.threads:
         torch.set_num_threads(options.threads)
     count = options.texts if options.side == "scan" else options.dense_texts or options.texts
-    model, tokenizer = hf.load(options.model)
+    model, tokenizer = hf.load(options.model, dtype=options.dtype)
     texts = builtin(options.length, count)
     for weight in model.parameters():
         weight.detach().sum()  # weights are mapped from their file until they are read
@@ -97,14 +99,15 @@ def dense(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> fl
             weights = model(**inputs, output_attentions=True, use_cache=False).attentions
         for layer in weights:
             for head in layer[0]:
-                sums = torch.linalg.svdvals(head).double().square().cumsum(0)
+                sums = torch.linalg.svdvals(head.float()).double().square().cumsum(0)
                 ranks.append(int((sums < 0.9 * sums[-1]).sum()) + 1)
     return sum(ranks) / len(ranks)
 
 
 def table(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
     scan, dense = found["scan"], found["dense"]
-    print(f"{options.model}, {options.length} tokens, {scan['threads']:.0f} threads; for one text\n")
+    kind = f" in {options.dtype}" if options.dtype else ""
+    print(f"{options.model}{kind}, {options.length} tokens, {scan['threads']:.0f} threads; for one text\n")
     print("| | texts | seconds | CPU seconds | peak GiB | beyond the model | mean rank (.9) |")
     print("|---|---|---|---|---|---|---|")
     for name, row in (("heedful scan", scan), ("output_attentions + svdvals", dense)):

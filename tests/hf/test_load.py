@@ -57,6 +57,14 @@ def test_a_folder_is_loaded_with_its_head_and_tokenizer(folder):
     assert tokenizer("she was")["input_ids"] == [2, 4]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_have_the_precision_that_was_asked_for(folder, dtype):
+    model, _ = hf.load(folder, dtype=dtype)
+    assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
+    assert {weight.dtype for weight in hf.load(folder)[0].parameters()} == {torch.float32}
+    assert "expected one of float32" in refusal(folder, dtype="fp8")
+
+
 def test_a_folder_without_a_tokenizer_gives_none(tmp_path):
     zoo.grow(SPECIES["llama"]).save_pretrained(tmp_path / "bare")
     model, tokenizer = hf.load(tmp_path / "bare")

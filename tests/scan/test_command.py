@@ -81,9 +81,26 @@ def test_a_scan_resumes(folder, text, tmp_path):
     assert code == 2 and "belongs to another scan: seed was 0, not 1." in said
 
 
+def test_a_model_runs_in_the_precision_that_was_asked_for(folder, text, tmp_path):
+    arguments = ("scan", folder, "--texts", text, "--lengths", 32, "--out", tmp_path / "run")
+    assert heedful(*arguments, "--dtype", "bfloat16")[0] == 0
+    found = Scan.open(tmp_path / "run")
+    assert found.manifest["options"]["dtype"] == "bfloat16"
+    assert heedful(*arguments[:-1], tmp_path / "stored")[0] == 0
+    stored = Scan.open(tmp_path / "stored")
+    assert stored.manifest["options"]["dtype"] == "float32"
+    assert stored.manifest["fingerprint"] != found.manifest["fingerprint"]
+    one, two = (x.mean("entropy").mean for x in (found, stored))
+    assert 0 < abs(one - two) < 0.05 * two
+    code, _, said = heedful(*arguments, "--resume")
+    assert code == 2 and "dtype was 'bfloat16', not 'float32'" in said
+    assert heedful(*arguments, "--resume", "--dtype", "bfloat16")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--dtype", "int4"], "'int4', expected one of float32, bfloat16, float16"),
         (["--lengths", "64,x"], "--lengths 64,x: expected numbers"),
         (["--layers", "7"], "this model makes 2 attention calls"),
         (["--lengths", "80"], "80 tokens, expected at most 64"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,10 @@ def scan_command(
         str | None, typer.Option("--memory", metavar="SIZE", help="Take no more than this, such as 4G.")
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Run the model in float32, bfloat16 or float16.  [default: as stored]"),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of random starts and random heads.")] = 0,
     budget: Annotated[int, typer.Option("--budget", help="Products for each head's spectrum; more is tighter.")] = 208,
     beyond: Annotated[
@@ -81,8 +86,9 @@ def scan_command(
         quiet()
         _check_device(device)
         limit = None if memory is None else parse(memory)
-        network, tokenizer = hf.load(model, pickle=allow_pickle, remote_code=remote_code)
-        other = None if against is None else hf.load(against, pickle=allow_pickle, remote_code=remote_code)
+        load = partial(hf.load, dtype=dtype, pickle=allow_pickle, remote_code=remote_code)
+        network, tokenizer = load(model)
+        other = None if against is None else load(against)
         read, titles, given = _texts(texts or [], texts_count, given, hf.longest(network))
         with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell:
             found = scan(

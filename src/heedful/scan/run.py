@@ -187,7 +187,8 @@ def _manifest(
     config: Any = getattr(model, "config", None)
     stored = getattr(config, "_name_or_path", "") or type(model).__name__
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "polars")}
-    options = {**asdict(setting.how), "layers": None if setting.layers is None else sorted(set(setting.layers))}
+    layers_asked = None if setting.layers is None else sorted(set(setting.layers))
+    options = {**asdict(setting.how), "layers": layers_asked, "dtype": _dtype(model)}
     return {
         "model": name or stored,
         "model_type": getattr(config, "model_type", type(model).__name__),
@@ -199,6 +200,12 @@ def _manifest(
         "lengths": list(setting.lengths),
         "texts": [reading.described() for reading in readings],
     }
+
+
+def _dtype(model: nn.Module) -> str:
+    """The precision of the weights."""
+    kinds = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
+    return ", ".join(sorted(kinds))
 
 
 def _fingerprint(model: nn.Module) -> str:
