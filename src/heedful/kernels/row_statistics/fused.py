@@ -68,6 +68,7 @@ def row_statistics(
             seen=seen,
             band_mass=level.new_empty(*batch, n, bands),
             band_dot=level.new_empty(*batch, n, bands, width),
+            product=level.new_empty(*batch, n, 0),
             lse=torch.where(some, level * log(2), -inf),
         )
         for index, band in enumerate(request.bands):
