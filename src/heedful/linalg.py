@@ -136,11 +136,6 @@ class Sketch:
         return self._basis[..., : self.width, :]
 
     @property
-    def image(self) -> Float[Tensor, "*b k m"]:
-        """The columns of W = Aᵀ U, as rows."""
-        return self._image[..., : self.width, :]
-
-    @property
     def full(self) -> bool:
         return self.width == self.most
 

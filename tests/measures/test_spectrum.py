@@ -544,6 +544,13 @@ def test_threads_do_not_share_the_memory_that_is_kept():
     assert all(map(torch.equal, together, alone * 3))
 
 
+def test_autocast_does_not_round_what_is_measured(route):
+    op = operator(n=200, heads=(2,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = h.spectrum(op, 8)
+    assert torch.equal(found.values, h.spectrum(op, 8).values)
+
+
 def test_a_matrix_with_a_gradient_is_measured():
     a = torch.randn(1, 600, 600, generator=torch.Generator().manual_seed(0))
     assert torch.equal(h.spectrum(a.clone().requires_grad_(), 4).values, h.spectrum(a, 4).values)

@@ -246,7 +246,19 @@ def measure(
 ) -> Profile:
     """Products with A and Aᵀ until the goals are reached or the budget will not do; by the route that is cheapest."""
     _check(op, energy, budget, failure)
-    op = op.float() if op.dtype.itemsize < 4 else op  # rounding to 16 bits would drown the small singular values
+    # Rounding to 16 bits would drown the small singular values: neither A has so few, nor what it is multiplied by.
+    with torch.autocast(op.device.type, enabled=False):
+        return _by_route(op.float() if op.dtype.itemsize < 4 else op, goals, energy, budget, failure, seed)
+
+
+def _by_route(
+    op: AttentionOperator | Tensor,
+    goals: Sequence[Goal],
+    energy: Tensor | None,
+    budget: int,
+    failure: float,
+    seed: int,
+) -> Profile:
     *batch, n, m = op.shape
     if isinstance(op, Tensor) or pays_to_form(op):
         dense = op if isinstance(op, Tensor) else op.form()
