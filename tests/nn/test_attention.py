@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from heedful import Causal, Cost, Full, Mechanism, Quadratic, Softmax, Window
+from heedful import Causal, Cost, Full, Linformer, Mechanism, Quadratic, Softmax, Window
 from heedful.nn import Attention, Rope
 from heedful.segments import from_cu_seqlens, from_lengths
 
@@ -256,3 +256,36 @@ ids = torch.zeros(2, 5, dtype=torch.long)
 def test_bad_input_gets_a_sentence(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@KV_HEADS
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_linformer_may_mix_tokens_before_they_are_projected(kv_heads, bias, shared, monkeypatch):
+    x = tokens(2, 40).requires_grad_()
+    attention = layer(Linformer(48, 3, shared=shared), kv_heads=kv_heads, bias=bias, value_dim=5)
+    assert attention._mixes_first(40)
+    mixed = attention(x)
+    given = torch.randn_like(mixed)
+    leaves = [x, *attention.parameters()]
+    gradients = torch.autograd.grad(mixed, leaves, given)
+    monkeypatch.setattr(Attention, "_mixes_first", lambda self, m: False)
+    plain = attention(x)
+    assert same(mixed, plain)
+    assert all(map(same, gradients, torch.autograd.grad(plain, leaves, given)))
+
+
+def test_tokens_are_mixed_first_only_where_that_is_less_and_the_same():
+    assert not layer(Linformer(48, 40), kv_heads=1)._mixes_first(48)  # E k is narrower than E c
+    assert not layer(Linformer(48, 3, heads=HEADS))._mixes_first(40)  # each head would mix c by itself
+    assert not layer(Linformer(48, 3), rope=Rope(6))._mixes_first(40)
+    assert not layer(Linformer(48, 3), projection=lambda *sizes: nn.Sequential(nn.Linear(*sizes)))._mixes_first(40)
+    assert not layer(Softmax(Full()))._mixes_first(40)
+    with pytest.raises(ValueError, match="a sequence of 49 tokens, expected at most length = 48"):
+        layer(Linformer(48, 3))(tokens(1, 49))
+
+
+def test_a_linformer_with_padding_is_as_without_it():
+    attention, x = layer(Linformer(48, 3)), tokens(1, 40)
+    ids = from_lengths(torch.tensor([30]), 40)
+    assert same(attention(x, segments=ids)[:, :30], attention(x[:, :30]))

@@ -58,7 +58,13 @@ _CASES = (
         (peers.PERFORMER,),
         {"performer-pytorch": Goal(1.5)},
     ),
-    Case(
+    Case(  # with projections, as the package has it
+        "linformer-layer",
+        (Contender("nn.Attention with Linformer(n, 256)", peers.linformer_layer),),
+        (peers.LINFORMER_LAYER,),
+        {"linformer": Goal(1.5)},
+    ),
+    Case(  # attention alone
         "linformer",
         (Contender("Linformer(n, 256)", peers.linformer),),
         (peers.LINFORMER,),

@@ -24,6 +24,7 @@ from heedful.core import Mechanism
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.nystrom import Nystrom
+from heedful.nn.attention import Attention
 from heedful.patterns import Pattern
 from heedful.random_features import FavorPlus
 from heedful.shapes import Float, Tensor
@@ -153,15 +154,28 @@ LOCAL_ATTENTION = Contender("local-attention", _local_attention, "local-attentio
 # ── layers whose projections are replaced by slices
 
 
-class _Slice(nn.Module):
-    """The i-th third of the features."""
+class _Thirds:
+    """Three modules that give a third of the features each; x is cut once, so that gradients are joined once."""
 
-    def __init__(self, i: int):
+    def __init__(self) -> None:
+        self._parts: tuple[Tensor, ...] = ()
+
+    def modules(self) -> list[nn.Module]:
+        return [_Third(self, i) for i in range(3)]
+
+    def of(self, x: Tensor, i: int) -> Tensor:
+        if i == 0:
+            self._parts = x.chunk(3, -1)
+        return self._parts[i]
+
+
+class _Third(nn.Module):
+    def __init__(self, thirds: _Thirds, i: int):
         super().__init__()
-        self.i = i
+        self.thirds, self.i = thirds, i
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.chunk(3, -1)[self.i]
+        return self.thirds.of(x, self.i)
 
 
 def _joined(setting: Setting, n: int) -> Float[Tensor, "b n three_h_d"]:
@@ -196,7 +210,8 @@ def _linformer(setting: Setting, n: int, rank: int = 256) -> Work:
     from linformer import LinformerSelfAttention
 
     layer = LinformerSelfAttention(setting.heads * setting.d, n, k=rank, heads=setting.heads, dim_head=setting.d)
-    layer.to_q, layer.to_k, layer.to_v, layer.to_out = _Slice(0), _Slice(1), _Slice(2), nn.Identity()
+    layer.to_q, layer.to_k, layer.to_v = _Thirds().modules()
+    layer.to_out = nn.Identity()
     layer = layer.to(setting.device)
     with torch.no_grad():
         for own, given in zip((layer.proj_k, layer.proj_v), _mixes(setting, n, rank), strict=True):
@@ -204,6 +219,36 @@ def _linformer(setting: Setting, n: int, rank: int = 256) -> Work:
     return Work(layer, [_joined(setting, n)], list(layer.parameters()))
 
 
+def linformer_layer(setting: Setting, n: int, rank: int = 256) -> Work:
+    """The layer with its projections, as the package has it."""
+    width = setting.heads * setting.d
+    layer = Attention(width, setting.heads, Linformer(n, rank, shared=False)).to(setting.device)
+    own = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
+    return _layer_work(layer, own, list(layer.mechanism.parameters()), setting, n, rank)
+
+
+def _linformer_layer(setting: Setting, n: int, rank: int = 256) -> Work:
+    from linformer import LinformerSelfAttention
+
+    layer = LinformerSelfAttention(setting.heads * setting.d, n, k=rank, heads=setting.heads, dim_head=setting.d)
+    layer.to_out.bias = None
+    layer = layer.to(setting.device)
+    own = layer.to_q, layer.to_k, layer.to_v, layer.to_out
+    return _layer_work(layer, own, [layer.proj_k.mT, layer.proj_v.mT], setting, n, rank)
+
+
+def _layer_work(layer: nn.Module, projections, mixes: list[Tensor], setting: Setting, n: int, rank: int) -> Work:
+    """The layer on tokens, with weights that are the same for every contender."""
+    width, generator = setting.heads * setting.d, torch.Generator().manual_seed(setting.seed)
+    with torch.no_grad():
+        for own, given in zip(mixes, _mixes(setting, n, rank), strict=True):
+            own.copy_(given)
+        for projection in projections:
+            projection.weight.copy_(torch.randn(width, width, generator=generator) * width**-0.5)
+    return Work(layer, [setting.draw(n)[0].transpose(1, 2).flatten(2)], list(layer.parameters()))
+
+
+LINFORMER_LAYER = Contender("linformer", _linformer_layer, "linformer", "linformer", "its output's bias taken out")
 LINFORMER = Contender("linformer", _linformer, "linformer", "linformer", "its q, k, v, out projections taken out")
 
 

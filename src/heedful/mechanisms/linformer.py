@@ -3,6 +3,7 @@
 matrix      A = softmax(scale · Q (E K)ᵀ) F,   E, F ∈ R^{r×N}          so rank A ≤ r
 fast        softmax attention of n queries to the r keys E K with the r values F V
 cost        2 r (n + m)(d + e) flops
+in a layer  E (X W) = (E X) W: a layer that mixes its tokens first has r of them to project, not N (`mixed_tokens`)
 
 There is no causal form: each projected key mixes the whole sequence, its future too.
 """
@@ -136,6 +137,22 @@ class Linformer(Mechanism):
         self._check_length(m)
         with as_given(q):
             keys, values = (_mixed(P[..., :m].to(q.dtype), x) for P, x in ((E, k), (F, v)))
+        return self.attend_mixed(q, keys, values)
+
+    def mixed_tokens(
+        self, x: Float[Tensor, "*b m w"]
+    ) -> tuple[Float[Tensor, "*b r w"], Float[Tensor, "*b r w"], Float[Tensor, " r"], Float[Tensor, " r"]]:
+        """E x and F x, and what E and F make of a token of ones, for a layer that projects them afterwards."""
+        m = x.shape[-2]
+        self._check_length(m)
+        E, F = (P[..., :m].to(x.dtype) for P in self._projections())
+        first, ones = _times(E, x), E.sum(-1)
+        return (first, first, ones, ones) if self.shared else (first, _times(F, x), ones, F.sum(-1))
+
+    def attend_mixed(
+        self, q: Float[Tensor, "*#b n d"], keys: Float[Tensor, "*#b r d"], values: Float[Tensor, "*#b r e"]
+    ) -> Float[Tensor, "*b n e"]:
+        """Attention to keys and values that are mixed already."""
         return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def products(self, q, k, *, segments=None):
@@ -201,10 +218,15 @@ def _mixed(P: Float[Tensor, "*#h r m"], x: Float[Tensor, "*b m w"]) -> Float[Ten
     if P.ndim > 2 or x.ndim < 3 or x.stride(-3) != x.shape[-1] or x.stride(-1) != 1:
         return (P if torch.is_grad_enabled() else P.detach()) @ x  # a parameter makes torch transpose x for gradients
     rows = x.transpose(-3, -2).flatten(-2)
-    lead = rows.shape[:-2]
-    # a matrix times a batch torch turns into a batch times a matrix: copies first, and keys and gradients transposed
-    one = P @ rows.reshape(rows.shape[-2:]) if prod(lead) == 1 else P.expand(*lead, *P.shape) @ rows
-    return one.reshape(*lead, len(P), x.shape[-3], x.shape[-1]).transpose(-3, -2)
+    return _times(P, rows).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
+
+
+def _times(P: Float[Tensor, "r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*b r w"]:
+    """P x: torch turns a matrix times a batch into a batch times a matrix, with copies, and transposed gradients."""
+    lead = x.shape[:-2]
+    if prod(lead) == 1:
+        return (P @ x.reshape(x.shape[-2:])).reshape(*lead, len(P), x.shape[-1])
+    return P.expand(*lead, *P.shape) @ x
 
 
 def _means(rank: int, length: int) -> Float[Tensor, "r N"]:

@@ -5,6 +5,8 @@ q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions whe
             another head of their group reads
 forward     [A(q, k) v for each head, joined] W_o
 streaming   the mechanism's own recurrence, with the position of each row's next token beside it
+Linformer   mixes tokens by E and F, which commute with projections: where that is less work, c is mixed first,
+            E (c W) = (E c) W
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from heedful.core import Mechanism, RecurrentMechanism, State, group_heads
-from heedful.mechanisms import Softmax
+from heedful.mechanisms import Linformer, Softmax
 from heedful.nn.projections import seeds
 from heedful.nn.rope import Rope
 from heedful.segments import Segments, in_last, resolve
@@ -152,6 +154,8 @@ class Attention(nn.Module):
         """
         self._check(x, context, segments)
         context = x if context is None else context
+        if segments is None and self._mixes_first(context.shape[-2]):
+            return self._join(self._mixed(x, context))
         layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
         q, k, v = self._project(x, context, layout.query_positions, layout.key_positions)
         return self._join(self.mechanism(q, k, v, segments=self._with_heads(segments)))
@@ -190,14 +194,40 @@ class Attention(nn.Module):
         k = self._read("k_proj", self.k_proj, context, self.key_heads, key_positions, v)
         return (q, k, v) if self.kv_heads == self.heads else group_heads(q, k, v)
 
+    def _mixes_first(self, m: int) -> bool:
+        """Whether tokens are mixed before they are projected: all is linear, and it is less work."""
+        mechanism, linear = self.mechanism, (type(p) is nn.Linear for p in (self.k_proj, self.v_proj))
+        if not isinstance(mechanism, Linformer) or mechanism.heads > 1 or self.rope is not None or not all(linear):
+            return False
+        r, into = mechanism.rank, self.kv_heads * (self.head_dim + self.value_dim)
+        mixing = m * self.context_dim * (1 if mechanism.shared else 2)
+        return r * (mixing + self.context_dim * into) < m * into * (self.context_dim + r)
+
+    def _mixed(self, x: Tensor, context: Tensor) -> Tensor:
+        """What the heads of a Linformer give, from tokens that are mixed first."""
+        assert isinstance(self.mechanism, Linformer)
+        self._check_readers()
+        for_keys, for_values, *ones = self.mechanism.mixed_tokens(context)
+        k = self._split("k_proj", _of_mixed(self.k_proj, for_keys, ones[0]), self.kv_heads, self.head_dim)
+        v = self._split("v_proj", _of_mixed(self.v_proj, for_values, ones[1]), self.kv_heads, self.value_dim)
+        q = self._read("q_proj", self.q_proj, x, self.query_heads, None, v)
+        q, k, v = (q, k, v) if self.kv_heads == self.heads else group_heads(q, k, v)
+        return self.mechanism.attend_mixed(q, k, v)
+
     def _read(
-        self, name: str, projection: nn.Module | None, x: Tensor, reads: tuple[bool, ...], positions: Tensor, v: Tensor
+        self,
+        name: str,
+        projection: nn.Module | None,
+        x: Tensor,
+        reads: tuple[bool, ...],
+        positions: Tensor | None,
+        v: Tensor,
     ) -> Tensor:
         """q or k by heads, turned to their positions, with zeros for the heads that read none."""
         if projection is None:
             return v.new_zeros(()).expand(*x.shape[:-2], len(reads), x.shape[-2], self.head_dim)
         own = self._split(name, projection(x), sum(reads), self.head_dim)
-        if self.rope is not None:
+        if self.rope is not None and positions is not None:
             own = self.rope(own, positions[..., None, :])
         return own if all(reads) else _spread(own, reads)
 
@@ -276,6 +306,12 @@ class Attention(nn.Module):
         return (
             f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}, value_dim={self.value_dim}{some}"
         )
+
+
+def _of_mixed(projection: Any, mixed: Float[Tensor, "*b r c"], ones: Float[Tensor, " r"]) -> Float[Tensor, "*b r o"]:
+    """E (c W + b) = (E c) W + (E 1) b, of which the projection itself gives (E c) W + b."""
+    out = projection(mixed)
+    return out if projection.bias is None else out + ((ones - 1)[:, None] * projection.bias).to(out.dtype)
 
 
 def _spread(x: Float[Tensor, "*b r n d"], reads: tuple[bool, ...]) -> Float[Tensor, "*b h n d"]:
