@@ -94,3 +94,12 @@ def test_check_finite_names_the_place_and_ends_with_its_block(x):
     with h.check_finite(), pytest.raises(ValueError, match=r"k: 1 of 160 entries .* first at \(1, 3, 2\)"):
         h.Softmax()(x, bad, x)
     assert h.Softmax()(x, bad, x).isnan().any()
+
+
+@pytest.mark.parametrize("m", [1, 5, 15, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nan_is_not_lost_over_few_keys(m, dtype):
+    q, k = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, m, 8, dtype=dtype)
+    q[:, 1] = torch.nan
+    out = h.Softmax(h.Full())(q, k, k)
+    assert out[:, 1].isnan().all() and not out[:, ::2].isnan().any()

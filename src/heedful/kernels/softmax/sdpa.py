@@ -14,6 +14,9 @@ from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
+HONEST = 16  # keys from which a row of NaN stays one on a CPU: below a vector of them torch gives zeros
+
+
 def attend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],
@@ -66,6 +69,8 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
         why.append("it has no sink logit")
     if 0 in (*q.shape, *k.shape, *v.shape):
         why.append("it can't take an empty tensor")
+    elif q.device.type == "cpu" and k.shape[-2] < HONEST:
+        why.append(f"on a CPU it turns NaN into zeros where there are fewer than {HONEST} keys")
     if q.device.type == "cuda" and q.dtype == torch.float64:
         why.append("in float64 on the GPU it forms the n × m matrix")
     if q.device.type != "cuda" or why:
