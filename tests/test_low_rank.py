@@ -171,7 +171,7 @@ def test_a_pack_may_be_longer_than_any_sequence_in_it():
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_heads_that_a_layer_leaves_side_by_side_are_mixed_alike_and_their_gradients_lie_as_they_do(batch):
-    attend = Linformer(20, 4, shared=False).double()
+    attend = Linformer(20, 16, shared=False).double()
     joined = draw(3, batch, 20, 2, 8)
     split = [x.transpose(1, 2).requires_grad_() for x in joined]
     apart = [x.detach().contiguous().requires_grad_() for x in split]

@@ -13,7 +13,6 @@ from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
-
 HONEST = 16  # keys from which a row of NaN stays one on a CPU: below a vector of them torch gives zeros
 
 
