@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 
@@ -51,10 +52,12 @@ class Along(hf.Attending):
         self._drop()
         if (self.layers is not None and call.at not in self.layers) or not _fits(call):
             return None
+        start = perf_counter()
         k, v = (self._per_head(name, call, x) for name, x in (("keys", call.k), ("values", call.v)))
         found = read(replace(call, k=k), of_call(self.tokens, call), self.kept, self.rooms.lend(), v)
         out = found.sums.product
-        self._last = replace(found, sums=replace(found.sums, product=out[..., :0].clone()))
+        sums = replace(found.sums, product=out[..., :0].clone())  # what it holds is the model's from here on
+        self._last = replace(found, sums=sums, seconds=perf_counter() - start)
         return out.to(call.v.dtype), _beside(found)
 
     def _per_head(self, name: str, call: Call, x: Tensor) -> Tensor:

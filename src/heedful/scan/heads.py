@@ -90,6 +90,7 @@ class Pass:
 
     matrix    A, in the room, where it pays to form it
     columns   the sums of its columns, Aᵀ1
+    seconds   that it took, where the model waited for it
     """
 
     asked: Asked
@@ -98,6 +99,7 @@ class Pass:
     matrix: AttentionOperator | Tensor
     columns: Tensor
     room: Room
+    seconds: float = 0.0
 
 
 def read(call: Call, tokens: Tensor | None, kept: Kept, room: Room, values: Tensor | None = None) -> Pass:

@@ -185,7 +185,7 @@ class Worker:
                 f"{call.name}: the model writes over queries or keys that are still being measured. Likely cause: "
                 "arithmetic in place in its own code; scan with a single thread (torch.set_num_threads(1))."
             )
-        seconds = (perf_counter() - start) / len(found)
+        seconds = (passed.seconds + perf_counter() - start) / len(found)
         return [self._row(unit, call, row, seconds) for row in found], looked
 
     def _row(self, unit: Unit, call: Call, row: Row, seconds: float) -> Row:
