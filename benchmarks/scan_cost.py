@@ -49,9 +49,11 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
 
     from heedful import hf
     from heedful.hf.load import quiet
+    from heedful.scan.memory import keep_pages
     from heedful.scan.texts import builtin
 
     quiet()
+    keep_pages()  # as the command does
     if options.threads:
         torch.set_num_threads(options.threads)
     count = options.texts if options.side == "scan" else options.dense_texts or options.texts

@@ -80,10 +80,11 @@ def scan_command(
         from heedful import hf
         from heedful.hf.load import quiet
         from heedful.scan import scan
-        from heedful.scan.memory import parse
+        from heedful.scan.memory import keep_pages, parse
         from heedful.show.scanning import print_scan, progress_bar
 
         quiet()
+        keep_pages()
         _check_device(device)
         limit = None if memory is None else parse(memory)
         load = partial(hf.load, dtype=dtype, pickle=allow_pickle, remote_code=remote_code)
