@@ -135,7 +135,7 @@ def test_a_combination_streams_if_all_its_parts_do(make):
 
 
 def test_explain_tells_for_each_part():
-    q, k, v = inputs(2, 3)
+    q, k, v = (x.repeat_interleave(3, -2) for x in inputs(2, 3))
     text = Mixture([h.Linear(), h.Linear(), h.Softmax()]).explain(q, k, v)
     assert "heads 0 to 1: chunked_linear" in text and "head 2: softmax/sdpa: can run" in text
     assert "part 1: softmax/sdpa: can run" in Sum(h.Linear(), h.Softmax()).explain(q, k, v)

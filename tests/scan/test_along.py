@@ -13,6 +13,7 @@ import heedful.hf as hf
 from heedful.engine import using
 from heedful.hf import checks
 from heedful.hf.calls import Call
+from heedful.patterns import Full
 from heedful.scan import along, heads, scan, team, work
 from heedful.scan.along import Along, Rooms
 from heedful.scan.baseline import Baselines
@@ -120,10 +121,13 @@ def test_mass_that_is_lost_and_mass_ahead_are_caught():
     with pytest.raises(hf.CheckFailed, match=r"a row sums to 0\.0"):
         blind = replace(passed.sums, mass=0 * passed.sums.mass)
         checks.check_call(calls[0], out, along._beside(replace(passed, sums=blind)))
-    at = passed.sums.at.clone()
-    at[0, 1, 7, heads.REACH + 3] = 1e-6
+    leaking = replace(calls[0], pattern=Full())
     with pytest.raises(hf.CheckFailed, match="sees a later key"):
-        checks.check_call(calls[0], out, along._beside(replace(passed, sums=replace(passed.sums, at=at))))
+        checks.check_call(leaking, *read.attend(leaking))
+    far = passed.sums.band_mass.clone()
+    far[0, 1, 7, 1] = 1e-6
+    with pytest.raises(hf.CheckFailed, match="sees a later key"):
+        checks.check_call(calls[0], out, along._beside(replace(passed, sums=replace(passed.sums, band_mass=far))))
 
 
 def test_a_scan_records_the_same_numbers_either_way(model, tmp_path, monkeypatch):

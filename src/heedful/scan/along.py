@@ -17,7 +17,7 @@ import torch
 from heedful import hf
 from heedful.hf.calls import Call
 from heedful.measures.heads import Room
-from heedful.scan.heads import FORMED, REACH, Kept, Pass, read, together
+from heedful.scan.heads import FORMED, Kept, Pass, read, together
 from heedful.shapes import Int, Tensor
 
 
@@ -89,11 +89,12 @@ def of_call(tokens: Int[Tensor, "b t"] | None, call: Call) -> Int[Tensor, "b 1 t
 
 
 def _beside(passed: Pass) -> Tensor:
-    """What each row sums to, as the columns have it too, and its mass on the next few keys."""
+    """What each row sums to, as the columns have it too, and its mass on all keys after the query."""
     mass = passed.sums.mass
     found = passed.columns.double().sum(-1) / mass.double().sum(-1).clamp(min=1e-300)
-    ahead = passed.asked.split(passed.sums.at)["offset"][..., -REACH:]
-    return torch.stack([mass * found[..., None], ahead.sum(-1)], -1)
+    near = passed.asked.split(passed.sums.at)["offset"][..., passed.asked.near]  # offsets −1, 0, 1
+    _, beyond = passed.sums.band_mass.unbind(-1)  # of −2 and less, of 2 and more
+    return torch.stack([mass * found[..., None], near[..., -1] + beyond], -1)
 
 
 def _fits(call: Call) -> bool:
