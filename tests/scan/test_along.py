@@ -13,11 +13,12 @@ import heedful.hf as hf
 from heedful.engine import using
 from heedful.hf import checks
 from heedful.hf.calls import Call
+from heedful.measures.heads import Room
 from heedful.patterns import Full
 from heedful.scan import along, heads, scan, team, work
 from heedful.scan.along import Along, Rooms
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import Kept, Measuring, measured, rows_of
+from heedful.scan.heads import Kept, Measuring, measured, read, rows_of
 
 # Grouped queries, softcap and window, sink, bias, full attention, window, cross-attention.
 KINDS = ["llama", "gemma2", "gpt_oss", "t5", "bert", "mistral", "modernbert", "bart"]
@@ -32,7 +33,8 @@ def calls_of(name: str, n: int = 40, padding: str = "", dtype: torch.dtype = tor
 
 
 def reader(inputs: dict, layers=None) -> Along:
-    return Along(layers, inputs.get("input_ids"), Kept(), Rooms())
+    kept = Kept()
+    return Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), team.Team(threads=1))
 
 
 @pytest.mark.parametrize("padding", ["", "left", "right"])
@@ -162,3 +164,40 @@ def test_few_rooms_are_lent_at_a_time(threads, model, tmp_path, monkeypatch):
     surveyed = 1
     others = group._others
     assert len(made) - surveyed <= (1 if not others else others + max(1, int(team.HOLDING * others)) + 1)
+
+
+def test_a_pass_in_parts_is_the_pass_over_all_heads_bit_for_bit():
+    calls, inputs = calls_of("llama", n=600)
+    own = work._Own()
+    parted = Along(None, inputs["input_ids"], lambda: own.kept, Rooms(), team.Team(threads=4))
+    whole = reader(inputs)
+    assert len(parted.team.parts(calls[0].heads)) == 3
+    for _ in range(2):  # the second time in rooms that are known
+        for call in calls:
+            one, two = whole.attend(call), parted.attend(call)
+            assert all(map(torch.equal, one, two))
+            first, second = whole.take(), parted.take()
+            assert all(torch.equal(x, second.sums.tensors()[name]) for name, x in first.sums.tensors().items())
+            assert torch.equal(first.matrix, second.matrix) and torch.equal(first.columns, second.columns)
+            assert torch.equal(first.energy, second.energy)
+            for passed, of in ((first, whole), (second, parted)):
+                of.rooms.give_back(passed.room)
+
+
+def test_a_room_that_was_shared_is_not_taken_for_the_one_it_was():
+    call = calls_of("llama", n=600)[0][0]
+    room, kept = Room(), Kept()
+    full = replace(call, pattern=Full())
+    expected = read(call, None, Kept(), Room()).matrix.clone()
+    shape = (1, call.heads, 600, 600)
+    assert torch.equal(read(call, None, kept, room).matrix, expected)
+    for pattern in (full, call, full):  # who shares it leaves another pattern
+        whole, [one] = room.shared(shape, torch.float32, [call.heads])
+        read(pattern, None, kept, one)
+        assert torch.equal(whole, expected) == (pattern is call)
+    assert torch.equal(read(call, None, kept, room).matrix, expected)
+    _, [one] = room.shared(shape, torch.float32, [call.heads])
+    read(full, None, kept, room)
+    whole, [one] = room.shared(shape, torch.float32, [call.heads])
+    read(call, None, kept, one)
+    assert torch.equal(whole, expected)

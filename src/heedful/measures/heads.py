@@ -86,6 +86,7 @@ class Room:
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
+        self._shares: tuple[tuple[int, ...], list[Room]] = ((), [])
 
     def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
         """Room for the matrix of op, with whatever stood in it, where it pays to have it.
@@ -94,11 +95,36 @@ class Room:
         """
         if op.device.type != "cpu" or not pays_to_form(op):
             return None
-        size = prod(op.shape)
-        if self._kept.dtype != op.dtype or self._kept.numel() < size:
+        self._shares = (), []  # whoever has it all may write to it
+        return self._sized(op.shape, op.dtype)
+
+    def shared(
+        self, shape: tuple[int, ...], dtype: torch.dtype, counts: Sequence[int]
+    ) -> tuple[Float[Tensor, "1 h n m"], list[Room]]:
+        """The room for all heads, to be read, and rooms side by side in it for so many heads each, to be written.
+
+        Writes to each are counted apart, so that what a pass knows of its room does not depend on its neighbours.
+        """
+        whole = self._sized(shape, dtype)
+        sizes = tuple(count * prod(shape[2:]) for count in counts)
+        if self._shares[0] != sizes:
+            torch.autograd.graph.increment_version(self._kept)
+            starts = [sum(sizes[:at]) for at in range(len(sizes))]
+            self._shares = sizes, [self._share(start, size) for start, size in zip(starts, sizes, strict=True)]
+        return whole, self._shares[1]
+
+    def _share(self, start: int, size: int) -> Room:
+        part = Room()
+        part._kept = self._kept.new_empty(0).set_(self._kept.untyped_storage(), start, (size,), (1,))
+        return part
+
+    def _sized(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape)
+        if self._kept.dtype != dtype or self._kept.numel() < size:
+            self._shares = (), []
             self._kept = torch.empty(0)  # what was kept goes before more is taken
-            self._kept = torch.empty(size, dtype=op.dtype)
-        return self._kept[:size].view(op.shape)
+            self._kept = torch.empty(size, dtype=dtype)
+        return self._kept[:size].view(shape)
 
 
 def matrix_of(op: AttentionOperator, left: Float[Tensor, "*b n m"] | None) -> AttentionOperator | Tensor:

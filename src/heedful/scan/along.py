@@ -8,7 +8,7 @@ Which calls are read so depends on their shapes alone, never on who is busy, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -16,8 +16,10 @@ import torch
 
 from heedful import hf
 from heedful.hf.calls import Call
+from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
 from heedful.scan.heads import FORMED, Kept, Pass, read, together
+from heedful.scan.team import Team
 from heedful.shapes import Int, Tensor
 
 
@@ -42,10 +44,19 @@ class Along(hf.Attending):
 
     layers   those that are measured; None: all
     tokens   of the text
+    kept     by the thread that asks for it
+    team     that may take a part of the heads, who waits for nothing else then
     """
 
-    def __init__(self, layers: Sequence[int] | None, tokens: Int[Tensor, "b t"] | None, kept: Kept, rooms: Rooms):
-        self.layers, self.tokens, self.kept, self.rooms = layers, tokens, kept, rooms
+    def __init__(
+        self,
+        layers: Sequence[int] | None,
+        tokens: Int[Tensor, "b t"] | None,
+        kept: Callable[[], Kept],
+        rooms: Rooms,
+        team: Team,
+    ):
+        self.layers, self.tokens, self.kept, self.rooms, self.team = layers, tokens, kept, rooms, team
         self._last: Pass | None = None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor] | None:
@@ -54,20 +65,44 @@ class Along(hf.Attending):
             return None
         start = perf_counter()
         k, v = (self._per_head(name, call, x) for name, x in (("keys", call.k), ("values", call.v)))
-        found = read(replace(call, k=k), of_call(self.tokens, call), self.kept, self.rooms.lend(), v)
+        found = self._read(replace(call, k=k, v=v))
         out = found.sums.product
         sums = replace(found.sums, product=out[..., :0].clone())  # what it holds is the model's from here on
         self._last = replace(found, sums=sums, seconds=perf_counter() - start)
         return out.to(call.v.dtype), _beside(found)
+
+    def _read(self, call: Call) -> Pass:
+        """The pass over all heads, in parts that are joined; it is the same whoever reads them."""
+        room, parts = self.rooms.lend(), self.team.parts(call.heads) if len(call.q) == 1 else [(0, call.heads)]
+        if len(parts) == 1:
+            return read(call, of_call(self.tokens, call), self.kept(), room, call.v)
+        shape = (1, call.heads, call.q.shape[-2], call.k.shape[-2])
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
+        whole, rooms = room.shared(shape, dtype, [stop - start for start, stop in parts])
+
+        def work(part: tuple[int, int], own: Room) -> Callable[[], Pass]:
+            some = call.part(*part)
+            return lambda: read(some, of_call(self.tokens, some), self.kept(), own, some.v)
+
+        found = self.team.share([work(part, own) for part, own in zip(parts, rooms, strict=True)])
+        return Pass(
+            found[0].asked,
+            RowSums.join([one.sums for one in found], axis=1),
+            torch.cat([one.energy for one in found], -1),
+            whole,
+            torch.cat([one.columns for one in found], 1),
+            room,
+        )
 
     def _per_head(self, name: str, call: Call, x: Tensor) -> Tensor:
         """`Call.per_head` on pages that are there already."""
         if x.shape[1] == call.heads:
             return x
         spread = x[:, :, None].expand(-1, -1, call.heads // x.shape[1], -1, -1)
-        kept = self.kept.scratch.get(name)
+        scratch = self.kept().scratch
+        kept = scratch.get(name)
         if kept is None or kept.shape != spread.shape or kept.dtype != x.dtype:
-            kept = self.kept.scratch[name] = x.new_empty(spread.shape)
+            kept = scratch[name] = x.new_empty(spread.shape)
         return kept.copy_(spread).flatten(1, 2)
 
     def take(self) -> Pass | None:

@@ -11,9 +11,11 @@ not depend on who did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ Result = TypeVar("Result")
 
 MOST = 8  # threads that measure: more would wait for each other's Python
 BEHIND = 2  # jobs that may wait for each of them, with the queries and keys that they are about
+OWN = 2  # how much more of shared work the one who shares it does
 HOLDING = 0.5  # where they hold matrices as well; one may wait in any case
 
 
@@ -93,7 +96,7 @@ class Team:
 
         behind   how many jobs may wait for each of the others; when there are more, the oldest is done here
         """
-        job = Job(lambda: self._alike(work))
+        job = Job(partial(self._alike, work))
         if self._pool is None:
             job.result()
             return job
@@ -104,6 +107,23 @@ class Team:
         if len(self._handed) > max(1, (BEHIND if behind is None else behind) * self._others):
             self._handed.popleft().result()
         return job
+
+    def parts(self, count: int) -> list[tuple[int, int]]:
+        """Ranges of so many things: a larger one for whoever shares them, as the others come to theirs later."""
+        many = min(count, self._others + 1)
+        ends = [0, *(count * (at + OWN) // (many - 1 + OWN) for at in range(many))]
+        return list(pairwise(ends))
+
+    def share(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
+        """All of them, now: the first here, the others by whoever is free, which may be nobody else."""
+        first, *others = (Job(partial(self._alike, work)) for work in works)
+        for job in others:
+            if self._pool is not None:
+                job.offer(self._pool)
+        found = [first.result()]
+        for job in reversed(others):  # those that nobody has come to
+            job.result()
+        return found + [job.result() for job in others]
 
     def _alike(self, work: Callable[[], Result]) -> Result:
         with using(self._each), torch.no_grad():

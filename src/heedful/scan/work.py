@@ -137,7 +137,7 @@ class Worker:
         tokens = given.get("input_ids")
         jobs: list[Job[tuple[list[Row], list[Row]]]] = []
         last = max(self.layers) if self.layers is not None else None if count is None else count - 1
-        along = Along(self.layers, tokens, self.own.kept, self.rooms)
+        along = Along(self.layers, tokens, lambda: self.own.kept, self.rooms, self.team)
 
         def visit(call: Call) -> None:
             if self.layers is None or call.at in self.layers:
@@ -210,7 +210,8 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
     layers   those that are to be measured, which are checked as they will be
     """
     found: list[dict[str, Any]] = []
-    along = Along(layers, inputs.get("input_ids"), Kept(), Rooms())
+    kept = Kept()
+    along = Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), Team(threads=1))
 
     def visit(call: Call) -> None:
         found.append(
