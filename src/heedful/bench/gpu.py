@@ -45,7 +45,8 @@ class GpuCase:
     """One piece of work.
 
     reach   milliseconds that heedful should need, forward and with backward
-    cost    the mechanism whose `cost` gives the floor
+    cost    the mechanism whose `cost` gives the floor, or what gives the least bytes and flops by itself; none for the
+            measures of a head, whose products depend on what is found
     """
 
     name: str
@@ -54,7 +55,7 @@ class GpuCase:
     ours: Contender
     rivals: tuple[Contender, ...] = ()
     reach: tuple[float, float | None] | None = None
-    cost: Mechanism | None = None
+    cost: Mechanism | Callable[[GpuCase], tuple[float, float]] | None = None
     passes: tuple[str, ...] = PASSES
     heads: int = 16
     d: int = 64
@@ -193,6 +194,26 @@ def _dense_values(setting: Setting, n: int) -> Work:
 
 
 CACHED = Contender("SDPA with a cache of n tokens", _decode_cached, same=False)
+
+
+def _favor_least(case: GpuCase) -> tuple[float, float]:
+    """q, k, v and the output once; features of q and k; the state, m × (d + 1), written and read for each token."""
+    features, tokens = 256, case.batch * case.heads * case.n
+    return 4 * 2 * tokens * case.d, 4 * tokens * features * (2 * case.d + 1)
+
+
+def _linformer_least(case: GpuCase) -> tuple[float, float]:
+    """Tokens in and out once; projections of q and of the output, r mixes of the tokens, attention to them."""
+    rank, width, tokens = 256, case.heads * case.d, case.batch * case.n
+    return 2 * 2 * tokens * width, 2 * tokens * width * (2 * width + rank + 2 * rank)
+
+
+def _decode_least(case: GpuCase) -> tuple[float, float]:
+    """The state in float32, d × (d + 1) a head, read and written."""
+    numbers = case.batch * case.heads * case.d * (case.d + 1)
+    return 2 * 4 * numbers, 4 * numbers
+
+
 LINEAR, RAW, RETENTION = Linear(Elu1(), Causal()), Linear(Identity(), Causal(), normalise=False), Retention(0.97)
 WINDOW = Softmax(Window(511))
 
@@ -208,8 +229,10 @@ GPU_CASES = (
     GpuCase("retention", 1, 65536, Contender("heedful", attend(RETENTION)), (fla(_fla_retention),),
             (0.35, 1.3), RETENTION),
     GpuCase("FAVOR+ m = 256, causal", 1, 65536, Contender("heedful", favor(Causal())),
-            (peers.PERFORMER_CAUSAL, fla(_fla_favor, "features in torch, fla")), (2.5, 8.0)),
-    GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0)),
+            (peers.PERFORMER_CAUSAL, fla(_fla_favor, "features in torch, fla")), (2.5, 8.0),
+            _favor_least),
+    GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0),
+            _favor_least),
     GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
             (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
     GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(StridedSoftmax(256))), (DENSE_CAUSAL,),
@@ -223,12 +246,12 @@ GPU_CASES = (
             (0.15, None), FixedPattern("current"), (FORWARD,)),
     GpuCase("Linformer r = 256 with projections", 1, 65536, Contender("heedful", _linformer_layer),
             (Contender("linformer", _linformer_peer, package="linformer", module="linformer", same=False),),
-            (1.5, 4.5)),
+            (1.5, 4.5), _linformer_least),
     GpuCase("one head measured", 1, 8192, Contender("heedful", _measured_head),
             (Contender("dense svdvals", _dense_values, same=False),), (20.0, None), None, (FORWARD,), heads=1),
     GpuCase("one head measured", 1, 65536, Contender("heedful", _measured_head), (), (150.0, None), None, (FORWARD,),
             heads=1),
-    GpuCase("one decoding step, batch 64", 64, 32768, Contender("heedful", _decode), (CACHED,), None, None,
+    GpuCase("one decoding step, batch 64", 64, 32768, Contender("heedful", _decode), (CACHED,), None, _decode_least,
             (FORWARD,), heads=32),
 )  # fmt: skip
 
@@ -317,9 +340,13 @@ def _floor(case: GpuCase, setting: Setting, which: str, bandwidth: float) -> flo
     """
     if case.cost is None:
         return None
-    cost = case.cost.cost(Dims(case.n, case.n, setting.d, setting.d, setting.batch * setting.heads, itemsize=2))
+    if isinstance(case.cost, Mechanism):
+        cost = case.cost.cost(Dims(case.n, case.n, setting.d, setting.d, setting.batch * setting.heads, itemsize=2))
+        moved, flops = float(cost.bytes), float(cost.flops)
+    else:
+        moved, flops = case.cost(case)
     more = (1.0, 1.0) if which == FORWARD else (3.3, 3.5)
-    return 1e3 * max(more[0] * cost.bytes / bandwidth, more[1] * cost.flops / RATE)
+    return 1e3 * max(more[0] * moved / bandwidth, more[1] * flops / RATE)
 
 
 def _spoken(row: Row) -> str:
