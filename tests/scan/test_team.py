@@ -1,6 +1,7 @@
 """Threads that measure beside the forward pass: the same numbers whoever does it, and nothing lost when one breaks."""
 
 import threading
+import time
 
 import pytest
 import tiny
@@ -104,3 +105,23 @@ def test_a_model_that_writes_over_what_is_being_measured_is_refused(model, tmp_p
     monkeypatch.setattr(work, "measured", meanwhile)
     with pytest.raises(Refused, match="writes over queries or keys"):
         rows_of(model, tmp_path / "run")
+
+
+def test_shared_work_that_fails_leaves_nothing_to_be_done_later():
+    crew, begun, done = Team(threads=2), threading.Event(), []
+
+    def busy():
+        begun.set()
+        time.sleep(0.2)
+
+    def fail():
+        raise ValueError("no")
+
+    with crew.at_work():
+        waiting = crew.hand(busy)
+        begun.wait()
+        with pytest.raises(ValueError, match="no"):
+            crew.share([fail, lambda: done.append(1)])
+        waiting.result()
+        crew.hand(lambda: None).result()
+    assert not done

@@ -31,6 +31,7 @@ from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.launched import LaunchedSketch
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
+from heedful.trimmed import Pages, Trimmed
 
 EXACT = 512  # shorter side up to which the full decomposition is cheapest
 FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32
@@ -350,7 +351,7 @@ class _Part(NamedTuple):
     reasons: list[str]
 
 
-_room = linalg.Room()
+_pages = Pages()
 
 
 def _formed(
@@ -367,8 +368,8 @@ def _formed(
     step = ceil(b / ceil(b / max(1, GROUP // (n * m))))
     found = []
     for at in range(0, b, step):
-        _room.begin()
-        part = linalg.Trimmed(dense[at : at + step], _room.empty)
+        _pages.begin()
+        part = Trimmed(dense[at : at + step], _pages.empty)
         parts = _iterate(part, energy[at : at + step], goals, budget, failure, seed, BLOCK)
         found += [part._replace(heads=part.heads + at) for part in parts]
     return found

@@ -120,10 +120,14 @@ class Team:
         for job in others:
             if self._pool is not None:
                 job.offer(self._pool)
-        found = [first.result()]
-        for job in reversed(others):  # those that nobody has come to
-            job.result()
-        return found + [job.result() for job in others]
+        try:
+            found = [first.result()]
+            for job in reversed(others):  # those that nobody has come to
+                job.result()
+            return found + [job.result() for job in others]
+        finally:
+            for job in others:  # where one of them failed
+                job.drop()
 
     def _alike(self, work: Callable[[], Result]) -> Result:
         with using(self._each), torch.no_grad():
