@@ -337,6 +337,16 @@ def test_the_state_continues_the_sequence(form, monkeypatch):
             assert distance(x, y) < 5e-6
 
 
+def test_a_first_token_has_nothing_to_choose_from():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 150, 64, requires_grad=True) for _ in range(3))
+    (pull,) = torch.autograd.grad(reference.chunked_linear(q, k, v)[0].square().sum(), q)
+    assert not pull[:, :, 0].any() and pull[:, :, 1:].all()
+    state = reference.chunked_linear(q, k, v)[1]
+    (pull,) = torch.autograd.grad(reference.chunked_linear(q, k, v, state=state)[0].square().sum(), q)
+    assert pull.all()  # there is something before the first
+
+
 def test_the_past_does_not_feel_the_future(form, monkeypatch):
     small(form, monkeypatch)
     for feature in ("elu1", "exp"):
