@@ -82,7 +82,7 @@ class Plan:
             CAUSAL=causal,
             SPLIT=SPLIT and low,
             OPERAND=tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
-            PRECISION=precision(q.dtype, widest),
+            PRECISION=precision(q.dtype),
             EVEN_N=self.n % self.block == self.m % self.block == 0,
             EVEN_D=self.d == self.D,
             EVEN_E=self.e == self.E,
@@ -125,9 +125,9 @@ class Plan:
 
         launching.launch(self.ready, "levels", (maxima, levels), describe)
 
-    def room(self, rows, chunks, like) -> tuple[Tensor, Tensor]:
-        """For the states of all chunks: one more than chunks where causal, and only then in the operands' precision."""
-        chunks, dtype = (chunks + 1, self.operand) if self.causal else (chunks, torch.float32)
+    def room(self, rows, chunks, like, dtype) -> tuple[Tensor, Tensor]:
+        """For the states of all chunks: one more than chunks where causal, and only then in another type."""
+        chunks, dtype = (chunks + 1, dtype) if self.causal else (chunks, torch.float32)
         S = launching.empty((self.B, rows, chunks, self.E, self.M), like, dtype)
         return S, launching.empty((self.B, rows, chunks, self.M), like)
 

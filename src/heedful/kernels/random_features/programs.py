@@ -16,7 +16,9 @@
                           dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
     moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
     precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
-                a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, 3×tf32 for float32
+                a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, six products of bfloat16 for
+                float32. What is bfloat16 already (v, do) is an operand as it is: its factors wait for the product, or
+                go to the features, which are rounded anyway. R, whose errors weigh most, is kept in float32
 
 Every program walks over the features, a few dozen at a time: what it holds does not grow with their number. ‖q‖² and
 the shifts a, b, s leave the quotient, so no gradient goes through them. s looks at no later token. Each element is
@@ -50,14 +52,16 @@ def _logs(
 ):  # fmt: skip
     """x W + c to base 2 for the features from `at` on, W in one or two parts; −∞ for features beyond the last.
 
-    Also W itself, rounded, for the way back."""
+    Also both parts of W, for the way back."""
     cr = at + tl.arange(0, R)
     here = W + tl.arange(0, D)[:, None] * M + cr[None, :]
     high = tl.load(here)
+    low = high
     logs = tl.dot(x, high, input_precision=PRECISION)
     if SPLIT:
-        logs = tl.dot(x, tl.load(here + D * M), logs, input_precision=PRECISION)
-    return logs + tl.load(bias + cr)[None, :], high
+        low = tl.load(here + D * M)
+        logs = tl.dot(x, low, logs, input_precision=PRECISION)
+    return logs + tl.load(bias + cr)[None, :], high, low
 
 
 @triton.jit
@@ -65,17 +69,27 @@ def _features(
     x, peak, W, bias, at,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """2^(x W + c − peak) in (0, 1] for the features from `at` on; and W, rounded."""
-    logs, high = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
-    return exp2(logs - peak[:, None]), high
+    """2^(x W + c − peak) in (0, 1] for the features from `at` on; and W."""
+    logs, high, low = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
+    return exp2(logs - peak[:, None]), high, low
 
 
 @triton.jit
-def _state(slots, sums, column, at, some, M: tl.constexpr, R: tl.constexpr):
-    """Sᵀ and z for the features from `at` on; zero where there are none yet (some = 0)."""
+def _returned(grad, high, low, back, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """back + grad Wᵀ"""
+    grad = grad.to(OPERAND)
+    back = tl.dot(grad, tl.trans(high), back, input_precision=PRECISION)
+    if SPLIT:
+        back = tl.dot(grad, tl.trans(low), back, input_precision=PRECISION)
+    return back
+
+
+@triton.jit
+def _state(slots, sums, column, at, some, OPERAND: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
+    """Sᵀ, an operand, and z for the features from `at` on; zero where there are none yet (some = 0)."""
     r = at + tl.arange(0, R)
     S = tl.load(slots + column[:, None] * M + r[None, :], mask=(r < some)[None, :], other=0.0)
-    return S, tl.load(sums + r, mask=r < some, other=0.0)
+    return S.to(OPERAND), tl.load(sums + r, mask=r < some, other=0.0)
 
 
 @triton.jit
@@ -112,7 +126,7 @@ def peaks(
     tile = read(x, t, x_t, tl.arange(0, D), d, t < left, EVEN_N, EVEN_D).to(OPERAND)
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     for at in range(0, M, R):
-        logs, _high = _logs(tile, W, bias, at, SPLIT, PRECISION, D, M, R)
+        logs, _high, _low = _logs(tile, W, bias, at, SPLIT, PRECISION, D, M, R)
         peak = tl.maximum(peak, tl.max(logs, 1))
     tl.store(peaks + first + t, peak, mask=t < left)
     if KEYS:
@@ -172,13 +186,13 @@ def states(
     for step in range(0, tl.minimum(span, left), BLOCK):
         t = step + tl.arange(0, BLOCK)
         x = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
-        u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
-        logs, _high = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
+        u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
+        logs, _high, _low = _logs(x, W, bias, at, SPLIT, PRECISION, D, M, R)
         f = exp2(logs - _numbers(peaks, t, left)[:, None])
         leave = exp2(tl.load(tops + t, mask=t < left, other=float("-inf")) - last)
-        z += tl.sum(f * leave[:, None], 0)
-        moved = (u * leave[:, None]).to(OPERAND)
-        S = tl.dot(tl.trans(moved), f.to(OPERAND), S, input_precision=PRECISION)
+        f *= leave[:, None]
+        z += tl.sum(f, 0)
+        S = tl.dot(tl.trans(u), f.to(OPERAND), S, input_precision=PRECISION)
     slot = row * (chunks + CAUSAL) + chunk + CAUSAL
     tl.store(slots + slot * (E * M) + ce[:, None] * M + cr[None, :], S)
     tl.store(sums + slot * M + cr, z)
@@ -276,13 +290,13 @@ def outputs(
     num = tl.zeros([BLOCK, E], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for at in range(0, M, R):
-        f, _high = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-        S, z = _state(slots, sums, ce, at, some, M, R)
+        f, _high, _low = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+        S, z = _state(slots, sums, ce, at, some, OPERAND, M, R)
         total += tl.sum(f * z[None, :], 1)
         fq = f.to(OPERAND)
         num = tl.dot(fq, tl.trans(S), num, input_precision=PRECISION)
         if CAUSAL:
-            fk, _high = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+            fk, _high, _low = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
             fk = fk.to(OPERAND)
             P = tl.dot(fq, tl.trans(fk), P, input_precision=PRECISION)
     if CAUSAL:
@@ -335,18 +349,17 @@ def adjoints(
         x = read(q, t, q_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
         g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
         out = read(o, t, o_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32)
+        along = tl.sum(g * out, 1)
         over = reciprocal(_numbers(den, t, left))
-        dl = tl.sum(g * out, 1) * over
         if at == 0:
-            tl.store(delta + t, dl, mask=t < left)
+            tl.store(delta + t, along * over, mask=t < left)
         if CAUSAL:
-            into = exp2(before - tl.maximum(_numbers(climbs, t, left), before))
-            over *= into
-            dl *= into
-        logs, _high = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+            over *= exp2(before - tl.maximum(_numbers(climbs, t, left), before))
+        logs, _high, _low = _logs(x, Wq, bias, at, SPLIT, PRECISION, D, M, R)
         f = exp2(logs - _numbers(peaks_q, t, left)[:, None])
-        y -= tl.sum(f * dl[:, None], 0)
-        S = tl.dot(tl.trans((g * over[:, None]).to(OPERAND)), f.to(OPERAND), S, input_precision=PRECISION)
+        f *= over[:, None]
+        y -= tl.sum(f * along[:, None], 0)
+        S = tl.dot(tl.trans(g.to(OPERAND)), f.to(OPERAND), S, input_precision=PRECISION)
     slot = row * (chunks + CAUSAL) + chunk
     tl.store(slots + slot * (E * M) + ce[:, None] * M + cr[None, :], S)
     tl.store(sums + slot * M + cr, y)
@@ -382,7 +395,7 @@ def queries(
     a = _numbers(peaks_q + row * n + base, t, left)
     over = reciprocal(_numbers(den + row * n + base, t, left))
     dl = _numbers(delta + row * n + base, t, left)
-    g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
+    g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
     if CAUSAL:
         k += batch * k_b + kv * k_h + skip * k_t
         v += batch * v_b + kv * v_h + skip * v_t
@@ -393,10 +406,10 @@ def queries(
         top, s, before, _after = _times(
             tops + at_token, climbs + at_token, levels + owner * (blocks + 1), t, left, block, blocks, CAUSAL, EVEN_N
         )
-        pairs = tl.dot(g.to(OPERAND), tl.trans(u), input_precision=PRECISION) - dl[:, None]
+        pairs = tl.dot(g, tl.trans(u), input_precision=PRECISION) * over[:, None] - dl[:, None]
         pairs = _weigh(pairs, top, s, BLOCK, False).to(OPERAND)
         into = exp2(before - s)
-        g *= into[:, None]
+        over *= into
         dl *= into
         slots += (owner * (blocks + 1) + block) * (E * M)
         sums += (owner * (blocks + 1) + block) * M
@@ -405,18 +418,16 @@ def queries(
         slots += owner * (E * M)
         sums += owner * M
         some = M
-    g = g.to(OPERAND)
     back = tl.zeros([BLOCK, D], tl.float32)
     for at in range(0, M, R):
-        S, z = _state(slots, sums, ce, at, some, M, R)
-        grad = tl.dot(g, S, input_precision=PRECISION) - dl[:, None] * z[None, :]
+        S, z = _state(slots, sums, ce, at, some, OPERAND, M, R)
+        grad = tl.dot(g, S, input_precision=PRECISION) * over[:, None] - dl[:, None] * z[None, :]
         if CAUSAL:
-            fk, _high = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+            fk, _high, _low = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
             fk = fk.to(OPERAND)
             grad = tl.dot(pairs, fk, grad, input_precision=PRECISION)
-        f, high = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
-        grad *= f
-        back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
+        f, high, low = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+        back = _returned(grad * f, high, low, back, SPLIT, OPERAND, PRECISION)
     write(dq, t, dq_t, cd, d, back * LN2, left, EVEN_N, EVEN_D)
 
 
@@ -449,7 +460,7 @@ def keys(
     t, left = tl.arange(0, BLOCK), n - base
     cd, ce = tl.arange(0, D), tl.arange(0, E)
     y = read(k, t, k_t, cd, d, t < left, EVEN_N, EVEN_D).to(OPERAND)
-    u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E)
+    u = read(v, t, v_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
     at_token = owner * n + base
     b = _numbers(peaks + at_token, t, left)
     top, s, _before, last = _times(
@@ -463,10 +474,9 @@ def keys(
         a = _numbers(peaks_q + row * n + base, t, left)
         over = reciprocal(_numbers(den + row * n + base, t, left))
         dl = _numbers(delta + row * n + base, t, left)
-        g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(tl.float32) * over[:, None]
-        g = g.to(OPERAND)
+        g = read(do, t, do_t, ce, e, t < left, EVEN_N, EVEN_E).to(OPERAND)
         if DK:
-            pairs = tl.dot(u.to(OPERAND), tl.trans(g), input_precision=PRECISION) - dl[None, :]
+            pairs = tl.dot(u, tl.trans(g), input_precision=PRECISION) * over[None, :] - dl[None, :]
             pairs = _weigh(pairs, top, s, BLOCK, True).to(OPERAND)
         if DV:
             A = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -477,20 +487,19 @@ def keys(
         slots += row * (E * M)
         sums += row * M
         some = M
-    moved = (u.to(tl.float32) * leave[:, None]).to(OPERAND)
     gv = tl.zeros([BLOCK, E], tl.float32)
     back = tl.zeros([BLOCK, D], tl.float32)
     share = tl.zeros([BLOCK], tl.float32)
     for at in range(0, M, R):
-        S, z = _state(slots, sums, ce, at, some, M, R)
-        f, high = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
+        S, z = _state(slots, sums, ce, at, some, OPERAND, M, R)
+        f, high, low = _features(y, b, Wk, bias, at, SPLIT, PRECISION, D, M, R)
         fk = f.to(OPERAND)
         if DV:
             gv = tl.dot(fk, tl.trans(S), gv, input_precision=PRECISION)
         if DK:
-            grad = tl.dot(moved, S, input_precision=PRECISION) + leave[:, None] * z[None, :]
+            grad = (tl.dot(u, S, input_precision=PRECISION) + z[None, :]) * leave[:, None]
         if CAUSAL:
-            fq, _high = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
+            fq, _high, _low = _features(x, a, Wq, bias, at, SPLIT, PRECISION, D, M, R)
             fq = fq.to(OPERAND)
             if DV:
                 A = tl.dot(fk, tl.trans(fq), A, input_precision=PRECISION)
@@ -499,11 +508,11 @@ def keys(
         if DK:
             grad *= f
             share += tl.sum(grad, 1)
-            back = tl.dot(grad.to(OPERAND), tl.trans(high), back, input_precision=PRECISION)
+            back = _returned(grad, high, low, back, SPLIT, OPERAND, PRECISION)
     if DV:
         gv *= leave[:, None]
         if CAUSAL:
-            A = _weigh(A, top, s, BLOCK, True).to(OPERAND)
+            A = (_weigh(A, top, s, BLOCK, True) * over[None, :]).to(OPERAND)
             gv = tl.dot(A, g, gv, input_precision=PRECISION)
         write(dv, t, dv_t, ce, e, gv, left, EVEN_N, EVEN_E)
     if DK:

@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
         plan.find_levels(maxima, levels)
         span = plan.span("states", m, KV)
         chunks = over(m, span)
-        slots, sums = plan.room(KV, chunks, q)
+        slots, sums = plan.room(KV, chunks, q, plan.operand)
         pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*steps(k, v), m, span, chunks, d, e)
         plan.launch("states", programs.states, chunks, KV, pointers, numbers)
         slots, sums = plan.join(KV, slots, sums, levels, False)
@@ -114,7 +114,7 @@ class _Attention(torch.autograd.Function):
         shares = launching.empty((B, H, m), q) if plan.biased else delta
         span = plan.span("adjoints", n, H)
         chunks = over(n, span)
-        back, after = plan.room(H, chunks, q)
+        back, after = plan.room(H, chunks, q, torch.float32)
         pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
         plan.launch("adjoints", programs.adjoints, chunks, H, pointers, (*steps(q, o, do), n, span, chunks, d, e), key)
         back, after = plan.join(H, back, after, levels, True)
