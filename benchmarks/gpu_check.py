@@ -64,7 +64,7 @@ LARGEST = 100  # Σ|a| in a row that sums to one
 def is_bad(row) -> bool:
     """It broke, or an error is more than twice the naive way's."""
     names = [name for kind in KINDS for name in (kind, f"{kind}_grad")]
-    return "problem" in row or any(not row[name] <= 2 * row[f"{name}_naive"] + 1e-6 for name in names)
+    return "problem" in row or any(not row[name] <= 2 * row[f"{name}_naive"] for name in names)
 
 
 def errors(entry) -> dict[str, float]:

@@ -183,7 +183,7 @@ class Plan:
             TURNED=turned,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=precision(q.dtype, kind[0], pairs=turned),
+            PRECISION=precision(q.dtype, pairs=turned),
             EVEN_N=self.n % self.block == self.m % self.block == 0 and code is None,
             EVEN_C=(self.r, self.e) == (self.R, self.E),
             BLOCK=self.block,

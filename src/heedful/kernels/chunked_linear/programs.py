@@ -21,7 +21,7 @@
     weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
                 leave_j = exp(b_last − b_j), keep = exp(b_last); zero between segments
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16,
-                tf32 for float16 (its mantissa without its overflow), 3×tf32 or IEEE for float32
+                tf32 for float16 (its mantissa without its overflow), six products of bfloat16 for float32
 
 do and v go to the tensor cores as they lie in memory, only φk and ψ pass through registers: this is why 1/den
 stands on φq and the states are held transposed. z before each block is written by `states` (y after it by

@@ -17,7 +17,7 @@
                 gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, of pairs j < i alone,
                           + Σ_e S ∘ R + z ∘ y after it
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
-                float16, 3×tf32 for float32; gates in two parts of bfloat16, or 3×tf32
+                float16, six products of bfloat16 for float32; gates in two parts of bfloat16, or in three
 
 Tiles of q, k and gates are channels × tokens: sums of gates come out where the next product wants them, the matrices of
 ones lie in shared memory all along, and a state, which is channels × values, goes to the tensor cores from registers.
@@ -31,8 +31,10 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.arithmetic import LOG2E, exp2, link, reciprocal
+from heedful.kernels.launching import SIXFOLD
 from heedful.kernels.tiles import features, pulled, read, write
 
+EXACTLY = tl.constexpr(SIXFOLD)
 SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
 
 
@@ -107,7 +109,7 @@ def _sums(x, which, OPERAND: tl.constexpr):
         high = _rounded(x, OPERAND)
         return tl.dot((x - high).to(tl.bfloat16), chosen, tl.dot(high.to(tl.bfloat16), chosen))
     else:
-        return tl.dot(x, tl.where(which, 1.0, 0.0), input_precision="tf32x3")
+        return tl.dot(x, tl.where(which, 1.0, 0.0), input_precision=EXACTLY)
 
 
 @triton.jit

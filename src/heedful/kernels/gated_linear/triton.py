@@ -135,7 +135,7 @@ class Plan:
             SEGMENTS=code is not None,
             # the interpreter's dot does not know bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
-            PRECISION=precision(q.dtype, kind[0]),
+            PRECISION=precision(q.dtype),
             EVEN_C=(self.r, self.e) == (self.R, self.E),
         )
         self.ready: dict = {}

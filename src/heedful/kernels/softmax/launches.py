@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from heedful.kernels import launching
-from heedful.kernels.launching import INTERPRETED, over, power, up
+from heedful.kernels.launching import INTERPRETED, SIXFOLD, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
 from heedful.kernels.softmax.reach import Intervals
 from heedful.shapes import Tensor, broadcast_shapes
@@ -164,7 +164,7 @@ class Plan:
             EVEN_D=self.d == self.D,
             EVEN_E=self.e % self.E == 0,
             OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
-            PRECISION="tf32" if low else ("tf32x3" if width < 256 else "ieee"),
+            PRECISION="tf32" if low else SIXFOLD,
             CAPPED=cap is not None,
         )
         self.ready: dict = {}
