@@ -8,7 +8,7 @@
 Errors are ‖x − x₆₄‖ / ‖x₆₄‖ of the output and of every gradient, where x₆₄ is the dense definition in float64; beside
 them those of the dense definition in the precision of the inputs (sums of gates in float32). A case is ok where none is
 more than twice its naive one and two calls give the same bits. Each case is a process of its own: they compile side by
-side, and one that breaks the card takes no other along. Times are medians of `do_bench`, forward and forward + backward.
+side, and one that breaks the card takes no other along. Times are medians of `do_bench`, forward and both passes.
 """
 
 from __future__ import annotations

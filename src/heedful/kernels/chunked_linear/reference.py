@@ -467,8 +467,8 @@ def backward_group(xs, ys, vs, gs, cs, w: Weights | None, met, R, t):
         before, _ = _states(met[1], leaving, None, w)
         after, t = _states(t, entering * cs, None, w, back=True)
         D.add_(cs)
-        # Where there is nothing before a token its weight is 1, whatever q is: computed, what is 0 would be the rounding
-        # of a difference, over a normaliser that may be small where features have signs.
+        # Where there is nothing before a token its weight is 1, whatever q is: computed, this 0 is the rounding of a
+        # difference, over a normaliser that may be small where features have signs.
         D[: len(met[1]), 0].masked_fill_((met[1] == 0).all(-1), 0)
         dx.addcmul_(cs, before)
         dy.add_(after)
