@@ -17,7 +17,7 @@ import heedful as h
 from heedful.core import RecurrentMechanism
 from heedful.measures import positional_pattern
 
-SIZES = ((1, 16), (77, 40), (200, 64))  # tokens, width
+SIZES = ((1, 16), (77, 40), (130, 32), (200, 64))  # tokens, width
 DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -114,6 +114,15 @@ def precision(dtype: torch.dtype, *, pairs: bool = False) -> str:
     return SIXFOLD
 
 
+def columns(x: int) -> int:
+    """Of a tile for x of them: a power of two, 64 at least, for which the interpreter has no reason.
+
+    Of narrower tiles Triton 3.6 and 3.7 may compile a wgmma that reads shared memory where there is none (its issues
+    10573 and 11366); and they took as long.
+    """
+    return max(16 if INTERPRETED else 64, power(x))
+
+
 def over(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

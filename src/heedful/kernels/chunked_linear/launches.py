@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heedful.kernels import launching
-from heedful.kernels.launching import INTERPRETED, over, power, precision, up
+from heedful.kernels.launching import INTERPRETED, columns, over, power, precision, up
 from heedful.kernels.states import layout
 
 
@@ -159,8 +159,8 @@ class Plan:
         self.Hkv, self.m, self.e = v.shape[1:]
         self.heads, self.normalise, self.causal = heads, normalise, causal
         bf16 = q.dtype == torch.bfloat16
-        kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
-        self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
+        kind = max(64, columns(max(self.r, self.e))), "bf16" if bf16 else "fp32"
+        self.R, self.E = columns(self.r), columns(self.e)
         roomy = turned and kind in TURNED and self.R >= 2 * self.E
         self.block, self.configs = BLOCKS[kind], TURNED[kind] if roomy else CONFIGS[kind]
         longest, rows = max(self.n, self.m), self.B * heads

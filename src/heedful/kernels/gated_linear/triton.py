@@ -16,7 +16,7 @@ from heedful.kernels import launching
 from heedful.kernels.chunked_linear.reference import LinearState, runs
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import programs, reference
-from heedful.kernels.launching import INTERPRETED, either, learns, over, packed, power, precision, steps, up
+from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
 from heedful.kernels.states import fill, layout, state_in, tokens
 from heedful.kernels.uncompiled import uncompiled
 
@@ -116,9 +116,9 @@ class Plan:
         self.d = self.r  # features are as wide as what they are made of
         self.normalise, self.given = normalise, given
         bf16 = q.dtype == torch.bfloat16
-        kind = max(64, power(max(self.r, self.e))), "bf16" if bf16 else "fp32"
+        kind = max(64, columns(max(self.r, self.e))), "bf16" if bf16 else "fp32"
         self.configs = CONFIGS[kind]
-        self.R, self.E = (max(16, power(x)) for x in (self.r, self.e))
+        self.R, self.E = columns(self.r), columns(self.e)
         self.rows = self.B * self.heads
         self.span = span(self.n, self.rows)
         self.chunks = over(self.n, self.span)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
 from heedful.kernels.kept import kept
-from heedful.kernels.launching import INTERPRETED, over, power, precision
+from heedful.kernels.launching import INTERPRETED, columns, over, precision
 from heedful.kernels.random_features import programs
 
 
@@ -26,6 +26,8 @@ class Config(NamedTuple):
 
 LAUNCHES = ("peaks", "states", "outputs", "adjoints", "queries", "dk", "dv")
 PARTED = ("states", "adjoints")  # one program for each few features; the others walk over them
+EXACT = dict.fromkeys(PARTED, Config(64, 8, 1)) | dict.fromkeys(("outputs", "dv"), Config(16, 8, 1))
+EXACT |= dict.fromkeys(("peaks", "queries", "dk"), Config(32, 8, 1))
 # Tokens a block, and the configuration of each launch. The first is what gpu_random_features.py --tune found on an
 # H200, the others go by registers and spills, compiled for sm_90. The key is the widest of d and e (up to it) and the
 # operands.
@@ -44,9 +46,9 @@ CONFIGS = {
     ),
     (128, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 2))),
     (256, "bf16"): (64, dict.fromkeys(LAUNCHES, Config(64, 8, 1))),
-    (64, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
-    (128, "fp32"): (32, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
-    (256, "fp32"): (16, dict.fromkeys(LAUNCHES, Config(32, 4, 1))),
+    (64, "fp32"): (32, EXACT | dict.fromkeys(("peaks", "outputs", "queries", "dk", "dv"), Config(32, 4, 1))),
+    (128, "fp32"): (32, EXACT),
+    (256, "fp32"): (16, EXACT),
 }
 PARTS = 512  # partial sums over all keys in flight, where nothing is causal
 SPLIT = True  # W as a sum of two bfloat16
@@ -68,10 +70,7 @@ class Plan:
         self.causal, self.biased = causal, biased
         self.half = curvature * log2(torch.e) / 2
         low = q.dtype == torch.bfloat16
-        # Rows of 128 bytes at least: with narrower operands of wgmma, what Triton 3.6 and 3.7 compile may read shared
-        # memory where there is none (its issues 10573 and 11366).
-        least = 64 if low else 32
-        self.D, self.M, self.E = (max(least, power(x)) for x in (self.d, weight.shape[-1], self.e))
+        self.D, self.M, self.E = (columns(x) for x in (self.d, weight.shape[-1], self.e))
         widest = max(self.D, self.E)
         self.block, self.configs = config(low, widest)
         self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)

@@ -76,11 +76,13 @@ def _features(
 
 @triton.jit
 def _returned(grad, high, low, back, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """back + grad Wᵀ"""
-    grad = grad.to(OPERAND)
-    back = tl.dot(grad, tl.trans(high), back, input_precision=PRECISION)
+    """back + grad Wᵀ, both in two parts where W is"""
+    rounded = grad.to(OPERAND)
+    back = tl.dot(rounded, tl.trans(high), back, input_precision=PRECISION)
     if SPLIT:
-        back = tl.dot(grad, tl.trans(low), back, input_precision=PRECISION)
+        back = tl.dot(rounded, tl.trans(low), back, input_precision=PRECISION)
+        rest = (grad - rounded.to(tl.float32)).to(OPERAND)
+        back = tl.dot(rest, tl.trans(high), back, input_precision=PRECISION)
     return back
 
 
