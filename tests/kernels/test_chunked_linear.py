@@ -318,6 +318,22 @@ def test_the_gradient_of_one_decay_a_head_does_not_lose_what_cancels(way, case, 
     assert mine.norm() <= 1.5 * naive.norm()
 
 
+@pytest.mark.parametrize("case", [dict(normalise=False), dict(feature="elu1")], ids=["retention", "normalised"])
+def test_the_gradient_of_one_decay_a_head_in_float32(case):
+    inputs = [torch.randn(1, 3, 600, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(4)]
+    q, k, v, do = inputs
+
+    def gradient(function, dtype):
+        decay = torch.tensor([0.5, 0.9, 0.99], device=DEVICE).log().to(dtype).requires_grad_()
+        o, state = function(*(x.to(dtype) for x in (q, k, v)), log_decay=decay, **case)
+        assert function is dense or (o.dtype == state.S.dtype == dtype)
+        return torch.autograd.grad(o, decay, do.to(dtype))[0].double()
+
+    want = gradient(dense, torch.float64)
+    mine, naive = (gradient(f, torch.float32) - want for f in (reference.chunked_linear, dense))
+    assert mine.norm() <= naive.norm()
+
+
 def test_the_state_continues_the_sequence(form, monkeypatch):
     small(form, monkeypatch)
     for feature, decay in (("elu1", None), ("exp", "token")):
@@ -546,6 +562,10 @@ def test_what_only_the_reference_takes():
     wide = draw(1, 1, 1, 10, 300, 8, dtype=torch.float32)
     assert "widths" in fused.objections(*wide)[0]
     wide = draw(1, 1, 1, 10, 130, 8, dtype=torch.float32)
+    narrow = draw(1, 1, 1, 10, 8, 8, dtype=torch.float32)
+    decay = torch.zeros(1, device=DEVICE, requires_grad=True)
+    assert "more than float32" in fused.objections(*narrow, log_decay=decay)[0]
+    assert not fused.objections(*narrow, log_decay=decay.detach())
     assert "260 features" in fused.objections(*wide, angles=torch.zeros(1, 10, device=DEVICE))[0]
     o, _ = reference.chunked_linear(*draw(1, 2, 2, 10, 8, 8), causal=False, segments=ids)
     want, _ = dense(*draw(1, 2, 2, 10, 8, 8), causal=False, segments=ids)

@@ -34,6 +34,8 @@ def objections(
         said.append(f"Triton kernels run on a GPU, the inputs are on {q.device}.")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         said.append(f"q, k, v must share bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if reference.cancels(q, log_decay):
+        said.append("the gradient of one decay a head wants more than float32.")
     features = q.shape[-1] if angles is None else 2 * q.shape[-1]
     if max(features, v.shape[-1]) > WIDEST:
         said.append(f"widths go up to {WIDEST}, got {features} features and {v.shape[-1]}.")
@@ -110,7 +112,7 @@ def again(
     if decay is not None or angles is not None:
         rest = _rest(k.shape[1] if decay is None else q.shape[1], None, decay, None, None, turns[0])
     plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, rest))
-    if plan is None or q.get_device() != current_device():
+    if plan is None or q.get_device() != current_device() or (decay is not None and decay.requires_grad):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Outputs.apply(q, k, v, None, None, decay, None, None, None, *turns, plan, False)
