@@ -89,21 +89,26 @@ def ours(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> flo
 
 
 def dense(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> float:
+    model.set_attn_implementation("eager")
+    ranks = [rank for text in texts for rank in dense_ranks(options, model, tokenizer, text)]
+    return sum(ranks) / len(ranks)
+
+
+def dense_ranks(options: argparse.Namespace, model, tokenizer, text: str) -> list[int]:
+    """Of one text, whose weights go before those of the next are made: a loop would hold both."""
     import torch
 
     from heedful import hf
 
-    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        inputs = hf.encode(model, tokenizer, text, options.length)
+        weights = model(**inputs, output_attentions=True, use_cache=False).attentions
     ranks = []
-    for text in texts:
-        with torch.no_grad():
-            inputs = hf.encode(model, tokenizer, text, options.length)
-            weights = model(**inputs, output_attentions=True, use_cache=False).attentions
-        for layer in weights:
-            for head in layer[0]:
-                sums = torch.linalg.svdvals(head.float()).double().square().cumsum(0)
-                ranks.append(int((sums < 0.9 * sums[-1]).sum()) + 1)
-    return sum(ranks) / len(ranks)
+    for layer in weights:
+        for head in layer[0]:
+            sums = torch.linalg.svdvals(head.float()).double().square().cumsum(0)
+            ranks.append(int((sums < 0.9 * sums[-1]).sum()) + 1)
+    return ranks
 
 
 def table(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
