@@ -25,6 +25,7 @@ time on launches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from math import acosh, cosh, inf, log, pi, sqrt
 from typing import NamedTuple, Protocol
@@ -108,11 +109,10 @@ class Sketch:
     [25.0, 16.0, 9.0]
     """
 
-    def __init__(self, op: Linear, block: int, most: int, seed: int = 0):
+    def __init__(self, op: Linear, block: int, most: int, seed: int = 0, empty: Callable[..., Tensor] = torch.empty):
         *batch, n, m = op.shape
         self.op, self.block, self.most, self.seed = op, block, min(most, n), seed
         # Kept with the columns as rows: each one contiguous, and pages not yet grown into cost nothing.
-        empty = op.empty if isinstance(op, Trimmed) else torch.empty
         self._basis = empty(*batch, self.most, n, dtype=op.dtype, device=op.device)
         self._image = empty(*batch, self.most, m, dtype=torch.float64, device=op.device)  # for products with it
         self._gram = empty(*batch, self.most, self.most, dtype=torch.float64, device=op.device)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from copy import copy
+from functools import lru_cache
 from math import prod
 
 import torch
 
+from heedful.kernels.row_statistics.sums import Receiver
+from heedful.patterns import Pattern
+from heedful.segments import visible
 from heedful.shapes import Bool, Float, Int, Tensor
+
+Spans = list[tuple[slice, slice]]
+"""Some rows at a time, with the columns beyond which they are zeros."""
 
 
 class Pages(threading.local):
@@ -46,7 +53,7 @@ class Pages(threading.local):
         return self._kept[self._given - 1][:count].view(dtype).view(size)
 
 
-class Trimmed:
+class Trimmed(Receiver):
     """Matrices as slabs of columns, each without the rows of zeros above and below: half the work where it is causal.
 
     A Aᵀ is the sum of what it is for each slab, so one pass over A does for both products: a slab is still in the cache
@@ -54,25 +61,88 @@ class Trimmed:
 
     >>> A = torch.ones(2, 600, 600).tril()
     >>> x = torch.ones(2, 600, 1)
-    >>> bool((Trimmed(A) @ x == A @ x).all()), bool((Trimmed(A).mT @ x == A.mT @ x).all())
+    >>> T = Trimmed.of(A)
+    >>> bool((T @ x == A @ x).all()), bool((T.mT @ x == A.mT @ x).all())
     (True, True)
-    >>> bool((Trimmed(A).there_and_back(x)[1] == A @ (A.mT @ x)).all())
+    >>> bool((T.there_and_back(x)[1] == A @ (A.mT @ x)).all())
     True
     """
 
     WIDTH = 64  # of a slab: small enough for those of a layer's heads to stay in a cache together
 
-    def __init__(self, dense: Float[Tensor, "b n m"], empty: Callable[..., Tensor] = torch.empty):
-        dense = dense.detach()  # products are written in place, which has no derivative
-        self.empty = empty  # where memory for a sketch of it comes from, too
-        self.shape, self.dtype, self.device = tuple(dense.shape), dense.dtype, dense.device
-        spans = _spans(dense, self.WIDTH)
-        columns = [slice(at, at + self.WIDTH) for at in range(0, dense.shape[-1], self.WIDTH)]
-        slabs = [(rows, cols, dense[:, rows, cols]) for cols in columns for rows in [_rows(spans, cols)]]
+    def __init__(self, shape: tuple[int, int, int], spans: Spans, dtype: torch.dtype, empty: Callable[..., Tensor]):
+        """With whatever stands in the memory; see `of` and `room`."""
+        b, _, m = self.shape = shape
+        self.batch: tuple[int, ...] = (b,)  # which a pass may know as more axes than one
+        columns = [slice(at, min(at + self.WIDTH, m)) for at in range(0, m, self.WIDTH)]
+        places = [(_rows(spans, cols), cols) for cols in columns]
         # Each in one piece, since lines that are a power of two apart have few places in a cache.
-        room = empty(sum(slab.numel() for *_, slab in slabs), dtype=dense.dtype)
-        pieces = room.split([slab.numel() for *_, slab in slabs])
-        self.slabs = [(rows, cols, to.view_as(x).copy_(x)) for (rows, cols, x), to in zip(slabs, pieces, strict=True)]
+        sizes = [(b, rows.stop - rows.start, cols.stop - cols.start) for rows, cols in places]
+        room = empty(sum(map(prod, sizes)), dtype=dtype)
+        pieces = room.split(list(map(prod, sizes)))
+        slabs = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
+        self.slabs = [(*place, slab) for place, slab in zip(places, slabs, strict=True)]
+        self.dtype, self.device = room.dtype, room.device
+
+    @classmethod
+    def of(cls, dense: Float[Tensor, "b n m"], empty: Callable[..., Tensor] = torch.empty) -> Trimmed:
+        """A copy of these matrices."""
+        dense = dense.detach()  # products are written in place, which has no derivative
+        b, n, m = dense.shape
+        made = cls((b, n, m), _spans(dense, cls.WIDTH), dense.dtype, empty)
+        for rows, cols, slab in made.slabs:
+            slab.copy_(dense[:, rows, cols])
+        return made
+
+    @classmethod
+    def room(
+        cls, shape: tuple[int, ...], pattern: Pattern, dtype: torch.dtype, empty: Callable[..., Tensor]
+    ) -> Trimmed:
+        """For matrices with zeros where a pattern hides keys: a pass over their rows leaves them there.
+
+        >>> import heedful as h
+        >>> from heedful.kernels.row_statistics.sums import Request
+        >>> A = h.Softmax(h.Causal()).operator(*torch.randn(2, 3, 600, 16).unbind())
+        >>> room = Trimmed.room(A.shape, h.Causal(), A.dtype, torch.empty)
+        >>> A.row_sums(Request(into=room)).left, torch.allclose(room @ torch.ones(600, 1), torch.ones(600, 1))
+        (True, True)
+        """
+        *batch, n, m = shape
+        made = cls((prod(batch), n, m), _spans_of(pattern, n, m, cls.WIDTH), dtype, empty)
+        made.batch = tuple(batch)
+        return made
+
+    def put(self, at, rows, first, weights, factor):
+        top, bottom, _ = rows.indices(self.shape[1])
+        last = first + weights.shape[-1]
+        weights, factor = (x.reshape(-1, *x.shape[-2:]) for x in (weights, factor))
+        heads = self._heads(at)
+        for inside, cols, slab in self.slabs:
+            low, high = max(top, inside.start), min(bottom, inside.stop)
+            if low >= high:
+                continue
+            target = slab[heads, low - inside.start : high - inside.start]
+            left, right = (min(max(key, cols.start), cols.stop) for key in (first, last))
+            if left < right:
+                part, by = (x[:, low - top : high - top] for x in (weights, factor))
+                to = target[..., left - cols.start : right - cols.start]
+                torch.mul(part[..., left - first : right - first], by, out=to)
+            target[..., : left - cols.start].zero_()
+            target[..., right - cols.start :].zero_()
+
+    def _heads(self, at: tuple[int, ...]) -> slice:
+        """What an index of the leading batch axes means among heads in one line."""
+        count, first = prod(self.batch[len(at) :]), 0
+        for size, index in zip(self.batch, at, strict=False):
+            first = first * size + index
+        return slice(first * count, (first + 1) * count)
+
+    def part(self, start: int, stop: int) -> Trimmed:
+        """Room for some of the heads of one text, inside this one."""
+        part = copy(self)
+        part.shape, part.batch = (stop - start, *self.shape[1:]), (1, stop - start)
+        part.slabs = [(rows, cols, slab[start:stop]) for rows, cols, slab in self.slabs]
+        return part
 
     def __matmul__(self, x: Float[Tensor, "*#b m p"]) -> Float[Tensor, "b n p"]:
         x = x.expand(self.shape[0], *x.shape[-2:])
@@ -111,14 +181,18 @@ class _Adjoint:
         return torch.cat([torch.bmm(lines[..., rows], slab) for rows, _, slab in self.mT.slabs], -1).mT
 
 
-def _rows(spans: list[tuple[slice, slice]], cols: slice) -> slice:
+def _rows(spans: Spans, cols: slice) -> slice:
     """The rows that have anything in these columns."""
     used = [rows for rows, span in spans if span.start < cols.stop and cols.start < span.stop]
     return slice(used[0].start, used[-1].stop) if used else slice(0, 0)
 
 
-def _spans(dense: Float[Tensor, "b n m"], step: int) -> list[tuple[slice, slice]]:
-    """Some rows at a time, with the columns beyond which they are zeros."""
+@lru_cache(maxsize=16)
+def _spans_of(pattern: Pattern, n: int, m: int, step: int) -> Spans:
+    return _spans(visible(pattern, n, m, None)[None].float(), step)
+
+
+def _spans(dense: Float[Tensor, "b n m"], step: int) -> Spans:
     n = dense.shape[-2]
     parts = [slice(at, min(at + step, n)) for at in range(0, n, step)]
     # Where A is causal, or a band, the first row and the last tell what the others have.

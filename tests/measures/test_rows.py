@@ -13,6 +13,7 @@ from heedful.kernels.row_statistics import reference
 from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.places import Places
 from heedful.segments import resolve, visible
+from heedful.trimmed import Trimmed
 
 N, D, HEADS = 41, 8, 2
 OFFSETS = (-3, -1, 0, 1, 2)
@@ -351,6 +352,32 @@ def test_room_that_is_used_again_has_zeros_around_the_weights(inference, monkeyp
                 op = h.Softmax(pattern).operator(k, q)
                 op.row_sums(Request(into=into, scratch=scratch))
                 torch.testing.assert_close(into, h.Softmax(pattern).matrix(k, q), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [N, N - 9])
+@pytest.mark.parametrize("scores", [1 << 21, 8 * N])  # of a tile: all heads, or one
+def test_a_pass_leaves_its_matrix_in_slabs(queries, scores, monkeypatch):
+    monkeypatch.setattr(scheduler, "ROWS", 8)
+    monkeypatch.setattr(scheduler, "BUDGET", scores)
+    monkeypatch.setattr(Trimmed, "WIDTH", 5)
+    q, k = inputs(queries)
+    memory = torch.full((2 * HEADS * queries * N,), torch.nan, dtype=torch.float64)
+    for pattern in [*PATTERNS, h.Causal()]:
+        op = h.Softmax(pattern).operator(q, k)
+        room = Trimmed.room(op.shape, pattern, op.dtype, lambda size, dtype: memory[:size])
+        sums = op.row_sums(Request(into=room))
+        assert sums.left and all(map(torch.equal, sums.tensors().values(), op.row_sums(Request()).tensors().values()))
+        found = (room @ torch.eye(N, dtype=torch.float64)).view(op.shape)
+        torch.testing.assert_close(found, h.Softmax(pattern).matrix(q, k), rtol=0, atol=1e-12)
+
+
+def test_slabs_take_the_rows_of_any_mechanism():
+    q, k = inputs()
+    op = h.Linear().operator(q, k)
+    room = Trimmed.room(op.shape, h.Causal(), op.dtype, torch.empty)
+    assert op.row_sums(Request(into=room)).left
+    found = (room @ torch.eye(N, dtype=torch.float64)).view(op.shape)
+    torch.testing.assert_close(found, h.Linear().matrix(q, k), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("c", [1, 63, 64, 128, 200, 1000])

@@ -471,7 +471,7 @@ def test_a_launched_sketch_begins_anew_with_care_where_products_do_not_do():
 @pytest.mark.parametrize("kind", [linalg.Sketch, launched.LaunchedSketch])
 def test_heads_taken_out_of_a_sketch_go_on_as_before(kind):
     a = torch.randn(3, 200, 200, generator=torch.Generator().manual_seed(0)).tril()
-    whole, part = (kind(Trimmed(a) if kind is linalg.Sketch else a, block=8, most=40) for _ in range(2))
+    whole, part = (kind(Trimmed.of(a) if kind is linalg.Sketch else a, block=8, most=40) for _ in range(2))
     for _ in range(2):
         whole.grow()
         part.grow()
@@ -508,7 +508,7 @@ def test_no_entry_is_trimmed(name):
     a = a * shapes_of_zeros()[name]
     a[1, 100:102] = torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None] * a[1, 100]  # columns that add up to zero
     for dense, right, left in ((a, x, y), (a.mT, y, x)):
-        op = Trimmed(dense)
+        op = Trimmed.of(dense)
         torch.testing.assert_close(op @ right, dense @ right)
         torch.testing.assert_close(op.mT @ left, dense.mT @ left)
         there, back = op.there_and_back(left)
@@ -520,8 +520,8 @@ def test_no_entry_is_trimmed(name):
 
 def test_zeros_are_trimmed():
     a = torch.ones(2, 640, 640).tril()
-    assert sum(slab.numel() for *_, slab in Trimmed(a).slabs) < 0.56 * a.numel()
-    assert sum(slab.numel() for *_, slab in Trimmed(a * 0).slabs) == 0
+    assert sum(slab.numel() for *_, slab in Trimmed.of(a).slabs) < 0.56 * a.numel()
+    assert sum(slab.numel() for *_, slab in Trimmed.of(a * 0).slabs) == 0
 
 
 def test_a_measurement_does_not_change_when_the_next_one_is_made():

@@ -13,12 +13,14 @@ import heedful.hf as hf
 from heedful.engine import using
 from heedful.hf import checks
 from heedful.hf.calls import Call
+from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.heads import Room
 from heedful.patterns import Full
 from heedful.scan import along, heads, scan, team, work
 from heedful.scan.along import Along, Rooms
 from heedful.scan.baseline import Baselines
 from heedful.scan.heads import Kept, Measuring, measured, read, rows_of
+from heedful.trimmed import Trimmed
 
 # Grouped queries, softcap and window, sink, bias, full attention, window, cross-attention.
 KINDS = ["llama", "gemma2", "gpt_oss", "t5", "bert", "mistral", "modernbert", "bart"]
@@ -178,26 +180,37 @@ def test_a_pass_in_parts_is_the_pass_over_all_heads_bit_for_bit():
             assert all(map(torch.equal, one, two))
             first, second = whole.take(), parted.take()
             assert all(torch.equal(x, second.sums.tensors()[name]) for name, x in first.sums.tensors().items())
-            assert torch.equal(first.matrix, second.matrix) and torch.equal(first.columns, second.columns)
+            for (*_, x), (*_, y) in zip(first.matrix.slabs, second.matrix.slabs, strict=True):
+                assert torch.equal(x, y)
+            assert torch.equal(first.columns, second.columns)
             assert torch.equal(first.energy, second.energy)
             for passed, of in ((first, whole), (second, parted)):
                 of.rooms.give_back(passed.room)
 
 
-def test_a_room_that_was_shared_is_not_taken_for_the_one_it_was():
+def test_rows_from_slabs_are_those_of_the_whole_matrix_bit_for_bit():
+    calls, inputs = calls_of("llama", n=600)
+    for call in calls:
+        passed = read(call, inputs["input_ids"], Kept(), Room())
+        assert isinstance(passed.matrix, Trimmed)
+        whole = torch.empty(1, call.heads, 600, 600)
+        call.operator().row_sums(Request(into=whole))
+        found, wanted = (
+            measured(call, replace(passed, matrix=x), Measuring(), Baselines()) for x in (passed.matrix, whole)
+        )
+        assert found == wanted
+        for one, two in zip(*map(heads.thumbnails, (passed.matrix, whole)), strict=True):
+            assert one["scale"] == pytest.approx(two["scale"], rel=1e-6)
+            assert max(abs(x - y) for x, y in zip(one["cells"], two["cells"], strict=True)) <= 1
+
+
+def test_matrices_of_other_calls_in_the_same_room_are_whole():
+    """A bias and few tokens: those are left as they are, beside slabs that stood there before."""
     call = calls_of("llama", n=600)[0][0]
+    biased = replace(call, bias=torch.randn(1, 1, 600, 600, generator=torch.Generator().manual_seed(0)))
     room, kept = Room(), Kept()
-    full = replace(call, pattern=Full())
-    expected = read(call, None, Kept(), Room()).matrix.clone()
-    shape = (1, call.heads, 600, 600)
-    assert torch.equal(read(call, None, kept, room).matrix, expected)
-    for pattern in (full, call, full):  # who shares it leaves another pattern
-        whole, [one] = room.shared(shape, torch.float32, [call.heads])
-        read(pattern, None, kept, one)
-        assert torch.equal(whole, expected) == (pattern is call)
-    assert torch.equal(read(call, None, kept, room).matrix, expected)
-    _, [one] = room.shared(shape, torch.float32, [call.heads])
-    read(full, None, kept, room)
-    whole, [one] = room.shared(shape, torch.float32, [call.heads])
-    read(call, None, kept, one)
-    assert torch.equal(whole, expected)
+    for one in (biased, call, biased, replace(call, pattern=Full()), call, biased):
+        found = read(one, None, kept, room).matrix
+        assert isinstance(found, Trimmed) == (one.bias is None)
+        matrix = found @ torch.eye(600)
+        torch.testing.assert_close(matrix.reshape(1, -1, 600, 600), one.operator().to_dense(), rtol=0, atol=1e-6)

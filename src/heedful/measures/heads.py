@@ -13,12 +13,15 @@ from math import prod
 
 import torch
 
+from heedful.linalg import Matrices
 from heedful.measures.render import Measurement
 from heedful.measures.rows import RowStatistics, check_operator, over_rows, statistics_into
-from heedful.measures.search import BUDGET, pays_to_form
+from heedful.measures.search import BUDGET, EXACT, pays_to_form
 from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
+from heedful.patterns import Pattern
 from heedful.shapes import Float, Tensor
+from heedful.trimmed import Trimmed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,7 +89,6 @@ class Room:
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
-        self._shares: tuple[tuple[int, ...], list[Room]] = ((), [])
 
     def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
         """Room for the matrix of op, with whatever stood in it, where it pays to have it.
@@ -95,39 +97,26 @@ class Room:
         """
         if op.device.type != "cpu" or not pays_to_form(op):
             return None
-        self._shares = (), []  # whoever has it all may write to it
-        return self._sized(op.shape, op.dtype)
+        return self._sized(prod(op.shape), op.dtype).view(op.shape)
 
-    def shared(
-        self, shape: tuple[int, ...], dtype: torch.dtype, counts: Sequence[int]
-    ) -> tuple[Float[Tensor, "1 h n m"], list[Room]]:
-        """The room for all heads, to be read, and rooms side by side in it for so many heads each, to be written.
+    def slabs(self, op: AttentionOperator, pattern: Pattern) -> Trimmed | None:
+        """The same in the form in which it is multiplied, half of it where op is causal; None where it never is.
 
-        Writes to each are counted apart, so that what a pass knows of its room does not depend on its neighbours.
+        pattern   of op, whose zeros it tells all of
         """
-        whole = self._sized(shape, dtype)
-        sizes = tuple(count * prod(shape[2:]) for count in counts)
-        if self._shares[0] != sizes:
-            torch.autograd.graph.increment_version(self._kept)
-            starts = [sum(sizes[:at]) for at in range(len(sizes))]
-            self._shares = sizes, [self._share(start, size) for start, size in zip(starts, sizes, strict=True)]
-        return whole, self._shares[1]
+        n, m = op.shape[-2:]
+        if op.device.type != "cpu" or not pays_to_form(op) or not EXACT < n <= m:
+            return None
+        return Trimmed.room(op.shape, pattern, op.dtype, self._sized)
 
-    def _share(self, start: int, size: int) -> Room:
-        part = Room()
-        part._kept = self._kept.new_empty(0).set_(self._kept.untyped_storage(), start, (size,), (1,))
-        return part
-
-    def _sized(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = prod(shape)
+    def _sized(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._kept.dtype != dtype or self._kept.numel() < size:
-            self._shares = (), []
             self._kept = torch.empty(0)  # what was kept goes before more is taken
             self._kept = torch.empty(size, dtype=dtype)
-        return self._kept[:size].view(shape)
+        return self._kept[:size]
 
 
-def matrix_of(op: AttentionOperator, left: Float[Tensor, "*b n m"] | None) -> AttentionOperator | Tensor:
+def matrix_of(op: AttentionOperator, left: Matrices | None) -> AttentionOperator | Matrices:
     """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself."""
     if left is not None:
         return left

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from heedful.kernels.row_statistics.sums import Band, Request, RowSums
+from heedful.kernels.row_statistics.sums import Band, Receiver, Request, RowSums
 from heedful.measures.places import Places
 from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
@@ -214,7 +214,7 @@ class Asked:
     def request(
         self,
         columns: Float[Tensor, "*s m x"] | None = None,
-        into: Float[Tensor, "*b n m"] | None = None,
+        into: Float[Tensor, "*b n m"] | Receiver | None = None,
         down: Float[Tensor, "*b m"] | None = None,
         scratch: dict[str, Any] | None = None,
     ) -> Request:

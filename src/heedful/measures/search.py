@@ -238,7 +238,7 @@ class WholeSpectrum(Goal):
 
 
 def measure(
-    op: AttentionOperator | Tensor,
+    op: AttentionOperator | linalg.Matrices,
     *goals: Goal,
     energy: Float[Tensor, "*b"] | None = None,
     budget: int = BUDGET,
@@ -249,6 +249,8 @@ def measure(
     _check(op, energy, budget, failure)
     # Rounding to 16 bits would drown the small singular values: neither A has so few, nor what it is multiplied by.
     with torch.autocast(op.device.type, enabled=False):
+        if isinstance(op, Trimmed):
+            return _sketched(op, goals, energy, budget, failure, seed)
         return _by_route(op.float() if op.dtype.itemsize < 4 else op, goals, energy, budget, failure, seed)
 
 
@@ -281,11 +283,11 @@ def pays_to_form(op: AttentionOperator) -> bool:
     return (min(n, m) <= EXACT or n * m <= most) and prod(batch) * n * m <= HELD
 
 
-def block_of(op: AttentionOperator | Tensor) -> int:
+def block_of(op: AttentionOperator | linalg.Matrices) -> int:
     """Columns of a block, by the route. A budget for n blocks of 16 is one for n blocks of 32 when it is doubled."""
     if op.device.type != "cpu":
         return GPU_BLOCK
-    return BLOCK if isinstance(op, Tensor) or pays_to_form(op) else WIDE_BLOCK
+    return BLOCK if isinstance(op, linalg.Matrices) or pays_to_form(op) else WIDE_BLOCK
 
 
 def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
@@ -293,8 +295,8 @@ def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
     return op.float().row_sums(Request()).square.double()
 
 
-def _check(op: AttentionOperator | Tensor, energy: Tensor | None, budget: int, failure: float) -> None:
-    if not isinstance(op, AttentionOperator | Tensor):
+def _check(op: AttentionOperator | linalg.Matrices, energy: Tensor | None, budget: int, failure: float) -> None:
+    if not isinstance(op, AttentionOperator | Tensor | Trimmed):
         raise TypeError(
             f"op: expected an AttentionOperator or a tensor (*batch, n, m), got {type(op).__name__}. Likely cause: a "
             "mechanism instead of mechanism.operator(q, k)."
@@ -369,10 +371,21 @@ def _formed(
     found = []
     for at in range(0, b, step):
         _pages.begin()
-        part = Trimmed(dense[at : at + step], _pages.empty)
+        part = Trimmed.of(dense[at : at + step], _pages.empty)
         parts = _iterate(part, energy[at : at + step], goals, budget, failure, seed, BLOCK)
         found += [part._replace(heads=part.heads + at) for part in parts]
     return found
+
+
+def _sketched(
+    slabs: Trimmed, goals: Sequence[Goal], energy: Tensor | None, budget: int, failure: float, seed: int
+) -> Profile:
+    """Of matrices that a pass left in slabs, and whose energies it has."""
+    if energy is None:
+        raise ValueError(f"energy: None, expected that of every head: a pass that leaves slabs {slabs.shape} has it.")
+    _pages.begin()
+    parts = _iterate(slabs, _finite(energy.double().reshape(-1)), goals, budget, failure, seed, BLOCK)
+    return _joined(parts, tuple(energy.shape))
 
 
 def _iterate(
@@ -440,7 +453,8 @@ class _Search:
         room = budget - block
         columns = (room if failure == 0 else max(room - PROBES * (2 * GLANCE - 1), room // 2)) // 2
         kind = linalg.Sketch if op.device.type == "cpu" else LaunchedSketch
-        self.sketch = kind(op, block, max(block, columns // block * block), seed)
+        empty = _pages.empty if isinstance(op, Trimmed) else torch.empty
+        self.sketch = kind(op, block, max(block, columns // block * block), seed, empty)
         self.resolved = min(64 + 4 * block, 256)
         self.heads = torch.arange(len(energy) if energy.ndim else 1)
         self.ritz: linalg.Ritz | None = None

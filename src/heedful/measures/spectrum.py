@@ -21,6 +21,7 @@ from math import ceil
 
 import torch
 
+from heedful.linalg import Matrices
 from heedful.measures.render import Measurement, altair, bars
 from heedful.measures.search import (
     BUDGET,
@@ -175,7 +176,7 @@ def svdvals(op: AttentionOperator | Tensor) -> Float[Tensor, "*b s"]:
 
 
 def spectrum(
-    op: AttentionOperator | Tensor,
+    op: AttentionOperator | Matrices,
     k: int = 32,
     *,
     tau: float | Sequence[float] = (),
@@ -408,7 +409,7 @@ def _line(x: Float[Tensor, " k"], y: Float[Tensor, "*b k"]) -> tuple[Tensor, Ten
     return slope, error, torch.where(spread > 1e-20, 1 - misfit / spread.clamp(min=1e-20), 0.0), misfit
 
 
-def _check_k(k: int, op: Measurable) -> int:
+def _check_k(k: int, op: Measurable | Matrices) -> int:
     size = op.profile.size if isinstance(op, Spectrum) else min(op.shape[-2:])
     if not 1 <= k <= size:
         shape = "" if isinstance(op, Spectrum) else f": A is {tuple(op.shape)}"

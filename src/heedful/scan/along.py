@@ -18,7 +18,7 @@ from heedful import hf
 from heedful.hf.calls import Call
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
-from heedful.scan.heads import FORMED, Kept, Pass, read, together
+from heedful.scan.heads import FORMED, Kept, Pass, read, slabs_of, together
 from heedful.scan.team import Team
 from heedful.shapes import Int, Tensor
 
@@ -73,23 +73,21 @@ class Along(hf.Attending):
 
     def _read(self, call: Call) -> Pass:
         """The pass over all heads, in parts that are joined; it is the same whoever reads them."""
-        room, parts = self.rooms.lend(), self.team.parts(call.heads) if len(call.q) == 1 else [(0, call.heads)]
-        if len(parts) == 1:
+        room, parts = self.rooms.lend(), self.team.parts(call.heads)
+        slabs = slabs_of(call, room)
+        if slabs is None or len(parts) == 1:  # what does not go into slabs takes little time, beside what follows it
             return read(call, of_call(self.tokens, call), self.kept(), room, call.v)
-        shape = (1, call.heads, call.q.shape[-2], call.k.shape[-2])
-        dtype = torch.promote_types(call.q.dtype, torch.float32)
-        whole, rooms = room.shared(shape, dtype, [stop - start for start, stop in parts])
 
-        def work(part: tuple[int, int], own: Room) -> Callable[[], Pass]:
-            some = call.part(*part)
-            return lambda: read(some, of_call(self.tokens, some), self.kept(), own, some.v)
+        def work(part: tuple[int, int]) -> Callable[[], Pass]:
+            some, own = call.part(*part), slabs.part(*part)
+            return lambda: read(some, of_call(self.tokens, some), self.kept(), room, some.v, own)
 
-        found = self.team.share([work(part, own) for part, own in zip(parts, rooms, strict=True)])
+        found = self.team.share([work(part) for part in parts])
         return Pass(
             found[0].asked,
             RowSums.join([one.sums for one in found], axis=1),
             torch.cat([one.energy for one in found], -1),
-            whole,
+            slabs,
             torch.cat([one.columns for one in found], 1),
             room,
         )

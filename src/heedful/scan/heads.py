@@ -20,6 +20,7 @@ import torch
 
 from heedful.hf.calls import Call
 from heedful.kernels.row_statistics.sums import RowSums
+from heedful.linalg import Matrices
 from heedful.measures import (
     Spectrum,
     decay_exponent,
@@ -38,6 +39,10 @@ from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
 from heedful.segments import Layout
 from heedful.shapes import Tensor
+from heedful.trimmed import Trimmed
+
+Matrix = AttentionOperator | Matrices
+"""The weights of some heads: as a map, as they are, or in slabs."""
 
 TOGETHER = 3 << 22  # entries of the heads that are formed together: 48 MiB in float32
 REACH = 8  # offsets on either side that count as positional
@@ -58,7 +63,7 @@ class Measuring:
     values: int = 32
     budget: int = BUDGET
 
-    def spectrum(self, op: AttentionOperator | Tensor, k: int, energy: Tensor | None = None) -> Spectrum:
+    def spectrum(self, op: Matrix, k: int, energy: Tensor | None = None) -> Spectrum:
         """The first k values, and what they and the rest tell of the effective ranks."""
         budget = self.budget * block_of(op) // BLOCK
         return spectrum(op, k, tau=(0.9, 0.95), energy=energy, budget=budget, failure=0, seed=self.seed)
@@ -88,7 +93,7 @@ def _same(asked: Asked, layout: Layout, tokens: Tensor | None) -> bool:
 class Pass:
     """What one pass over the rows of some heads gave.
 
-    matrix    A, in the room, where it pays to form it
+    matrix    A, in the room, where it pays to form it; in slabs where it is to be sketched
     columns   the sums of its columns, Aᵀ1
     seconds   that it took, where the model waited for it
     """
@@ -96,26 +101,42 @@ class Pass:
     asked: Asked
     sums: RowSums
     energy: Tensor
-    matrix: AttentionOperator | Tensor
+    matrix: Matrix
     columns: Tensor
     room: Room
     seconds: float = 0.0
 
 
-def read(call: Call, tokens: Tensor | None, kept: Kept, room: Room, values: Tensor | None = None) -> Pass:
+def slabs_of(call: Call, room: Room) -> Trimmed | None:
+    """Room for the matrices of one text's heads where the pattern alone hides keys; None where they go there whole."""
+    if len(call.q) > 1 or call.segments is not None or call.bias is not None:
+        return None
+    return room.slabs(call.operator().float(), call.pattern)
+
+
+def read(
+    call: Call,
+    tokens: Tensor | None,
+    kept: Kept,
+    room: Room,
+    values: Tensor | None = None,
+    slabs: Trimmed | None = None,
+) -> Pass:
     """Pass over the rows of a call's heads; `values` ride along, and their product is among the sums.
 
     tokens   of the text, which induction needs
     kept     by passes that follow one another
+    slabs    that are these heads' in a room which others have a part of
     """
     op = call.operator().float()
     asked = kept.asked(op.layout, None if call.kind == "cross" else tokens)
-    dense = room.of(op)
+    slabs = slabs_of(call, room) if slabs is None else slabs
+    into = room.of(op) if slabs is None else slabs
     where = op.layout.key_positions[..., None].double() / op.shape[-1]
     down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
-    sums = op.row_sums(replace(asked.request(where, dense, down, kept.scratch), values=values))
+    sums = op.row_sums(replace(asked.request(where, into, down, kept.scratch), values=values))
     energy = sums.square.double().sum(-1).cpu()  # now that it is there: see measures.heads
-    matrix = matrix_of(op, dense if sums.left else None)
+    matrix = matrix_of(op, into if sums.left else None)
     return Pass(asked, sums, energy, matrix, down if sums.left else _column_sums(op, matrix), room)
 
 
@@ -164,7 +185,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
     ]
 
 
-def _column_sums(op: AttentionOperator, matrix: AttentionOperator | Tensor) -> Tensor:
+def _column_sums(op: AttentionOperator, matrix: Matrix) -> Tensor:
     if isinstance(matrix, Tensor):
         return matrix.sum(-2)
     return op.mT @ torch.ones(op.shape[-2], dtype=op.dtype, device=op.device)
@@ -251,14 +272,14 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def thumbnails(weights: AttentionOperator | Tensor, cells: int = 48) -> list[dict[str, Any]]:
+def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
     """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products.
 
     Rows of blocks from the top, the largest mean at 255.
     """
     n, m = weights.shape[-2:]
     down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
-    means = (down.mT @ (weights @ across))[0].double().cpu()
+    means = (down.mT @ (weights @ across)).reshape(-1, down.shape[1], across.shape[1]).double().cpu()
     return [_picture(head, "none" if max(n, m) <= cells else "mean", max(n, m)) for head in means]
 
 
@@ -275,7 +296,7 @@ def _picture(means: Tensor, pooling: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def _blocks(length: int, cells: int, op: AttentionOperator | Tensor) -> Tensor:
+def _blocks(length: int, cells: int, op: Matrix) -> Tensor:
     """A column for each block of tokens, with their number's inverse on them."""
     cells = min(cells, length)
     block = torch.arange(length, device=op.device) * cells // length

@@ -20,7 +20,7 @@ from heedful.operator import AttentionOperator
 from heedful.scan import team
 from heedful.scan.along import Along, Rooms, of_call
 from heedful.scan.baseline import Baselines
-from heedful.scan.heads import Kept, Measuring, Pass, measured, read, thumbnails, together
+from heedful.scan.heads import Kept, Matrix, Measuring, Pass, measured, read, thumbnails, together
 from heedful.scan.memory import limited
 from heedful.scan.team import Job, Team
 from heedful.scan.texts import Unit
@@ -50,7 +50,6 @@ class _Own(threading.local):
 
 Part = tuple[int, int]
 """Heads from the first to before the second."""
-Matrix = AttentionOperator | Tensor
 Look = Callable[[Call], Callable[[Part, Matrix], list[Row]]]
 """What else to do about a call: a function of some of its heads and their weights, to be run when they are measured."""
 

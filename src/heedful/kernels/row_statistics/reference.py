@@ -20,7 +20,7 @@ import torch
 from heedful.kernels.blocked.reference import RowFunction, Work
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile, pick, size_on, with_axes
 from heedful.kernels.row_statistics.block import Block, largest, sums_of
-from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.kernels.row_statistics.sums import Receiver, Request, RowSums
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Full, Pattern
@@ -53,7 +53,7 @@ def row_statistics(
     request = _prepared(request, pattern, work.dtype)
     layout = resolve(segments, work.n, work.m, q.device)
     later = ("seen", "product", *(("mass", "largest") if softmax else ()))  # not in the sums of a block
-    around = request.into is not None and not _blank_around(request.into, pattern, segments, work.scratch)
+    around = isinstance(request.into, Tensor) and not _blank_around(request.into, pattern, segments, work.scratch)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
         first = None if segments is not None else tile.rows.start + work.m - work.n
@@ -69,11 +69,13 @@ def row_statistics(
         if request.values is not None:
             target = pick(out.product, tile.batch)[..., tile.rows, :]
             torch.mul(work.product("product", weights, work.cols_of(2, tile)), factor, out=target)
-        if request.into is not None:
+        if isinstance(request.into, Receiver):
+            _hand_over(request.into, tile, weights, factor, work.m)
+        elif request.into is not None:
             _leave(request.into, tile, weights, factor, around)
     if request.into is not None:
-        if bool((out.count == 0).any()):  # such queries may be in no tile
-            request.into.masked_fill_((out.count == 0)[..., None], 0)
+        _blank(request.into, out.count == 0)  # such queries may be in no tile
+    if isinstance(request.into, Tensor):
         _remember(request.into, None if segments is not None else pattern, work.scratch)
     out = _normalised(out, rows) if isinstance(rows, SoftmaxRows) else out
     return replace(out, seen=_seen(out.seen, request, layout, pattern), left=request.into is not None)
@@ -130,7 +132,9 @@ def by_blocks(
         out.put((), part, of_weights(weights, block), ("seen", "product"))
         if values is not None:
             out.product[..., part, :] = weights @ values
-        if request.into is not None:
+        if isinstance(request.into, Receiver):
+            request.into.put((), part, 0, weights, weights.new_ones(1, 1))
+        elif request.into is not None:
             request.into[..., part, :] = weights
         if request.down is not None:
             request.down.add_(weights.sum(-2))
@@ -187,6 +191,29 @@ def _leave(
         rows[..., :start].zero_()
     if around and stop < rows.shape[-1]:
         rows[..., stop:].zero_()
+
+
+def _hand_over(
+    into: Receiver, tile: Tile, weights: Float[Tensor, "*b r c"], factor: Float[Tensor, "*#b r 1"], m: int
+) -> None:
+    first = 0
+    if tile.cols.interval is None:
+        whole = weights.new_zeros(*weights.shape[:-1], m)
+        weights = whole.index_copy_(-1, tile.cols.index.to(weights.device), weights)
+    else:
+        first, _ = tile.cols.interval
+    into.put(tile.batch, tile.rows, first, weights, factor)
+
+
+def _blank(into: Float[Tensor, "*b n m"] | Receiver, blind: Bool[Tensor, "*b n"]) -> None:
+    """Zeros in the rows of these queries."""
+    if not bool(blind.any()):
+        return
+    if isinstance(into, Tensor):
+        into.masked_fill_(blind[..., None], 0)
+        return
+    for *at, row in blind.nonzero().tolist():
+        into.put(tuple(at), slice(row, row + 1), 0, *torch.zeros(2, 1, 1).unbind())
 
 
 def _blank_around(

@@ -6,6 +6,7 @@ token and the target of an induction head are all *targets*; windows and context
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +17,24 @@ from heedful.shapes import Bool, Float, Int, Tensor
 
 Band = tuple[int | None, int | None]
 """The least and the largest offset j − i, both inside; None: no limit."""
+
+
+class Receiver(ABC):
+    """Somewhere to leave a matrix that is no tensor."""
+
+    @abstractmethod
+    def put(
+        self,
+        at: tuple[int, ...],
+        rows: slice,
+        first: int,
+        weights: Float[Tensor, "*b r c"],
+        factor: Float[Tensor, "*#b r 1"],
+    ) -> None:
+        """These rows: weights times a factor on the keys from `first` on, zeros on all others.
+
+        at   indexes the leading batch axes, as in a tile
+        """
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,7 @@ class Request:
     targets: Int[Tensor, "*#b n t"] | None = None
     bands: tuple[Band, ...] = ()
     columns: Float[Tensor, "*#b m x"] | None = None
-    into: Float[Tensor, "*b n m"] | None = None
+    into: Float[Tensor, "*b n m"] | Receiver | None = None
     down: Float[Tensor, "*b m"] | None = None
     places: bool = True
     scratch: dict[str, Any] | None = None
