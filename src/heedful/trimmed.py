@@ -127,8 +127,10 @@ class Trimmed(Receiver):
                 part, by = (x[:, low - top : high - top] for x in (weights, factor))
                 to = target[..., left - cols.start : right - cols.start]
                 torch.mul(part[..., left - first : right - first], by, out=to)
-            target[..., : left - cols.start].zero_()
-            target[..., right - cols.start :].zero_()
+            if left > cols.start:
+                target[..., : left - cols.start].zero_()
+            if right < cols.stop:
+                target[..., right - cols.start :].zero_()
 
     def _heads(self, at: tuple[int, ...]) -> slice:
         """What an index of the leading batch axes means among heads in one line."""
