@@ -141,7 +141,11 @@ def _count(ids: Tensor, among: Tensor) -> Tensor:
 
 def visible(pattern: Pattern, n: int, m: int, segments: Segments | None, device=None) -> Bool[Tensor, "*b n m"]:
     """The dense mask of a pattern under segments: the definition that fast paths are checked against."""
-    layout = resolve(segments, n, m, device)
+    return allowed(pattern, resolve(segments, n, m, device))
+
+
+def allowed(pattern: Pattern, layout: Layout) -> Bool[Tensor, "*b n m"]:
+    """The same for the queries and keys of a layout, which may be some of all."""
     same = layout.query_ids[..., :, None] == layout.key_ids[..., None, :]
     real = layout.query_ids[..., :, None] >= 0
     return same & real & pattern.allows(layout.query_positions[..., :, None], layout.key_positions[..., None, :])

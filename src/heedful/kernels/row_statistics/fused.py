@@ -80,9 +80,7 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
     """Why the Triton kernels can't take these inputs."""
     if not isinstance(rows, SoftmaxRows):
         return ["only a softmax has its row statistics fused"]
-    why = fused.about_scores(q, k, rows, pattern, scale)
-    if segments is not None and not why:
-        why += fused.about_segments(q, k, k, segments)
+    why = fused.about_scores(q, k, rows, scale) or fused.about_intervals(q, k, k, pattern, segments)
     if request.values is not None:
         why.append("values do not ride along with it: the layer's own kernel takes as long")
     if request.bands and isinstance(segments, tuple):

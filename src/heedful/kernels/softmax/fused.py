@@ -1,8 +1,8 @@
-"""Softmax attention over windows, blocks, leading global tokens and packed segments, in Triton."""
+"""Softmax attention over patterns and packed segments in Triton: by two intervals a query, or by lists of keys."""
 
 from __future__ import annotations
 
-from math import inf, log
+from math import inf, log, prod
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from heedful.kernels.dispatch import as_given, on_device
 from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
-from heedful.kernels.softmax.reach import Reach, are_runs, intervals
+from heedful.kernels.softmax.lists import MOST_PAIRS, Lists, lists
+from heedful.kernels.softmax.reach import Intervals, Reach, are_runs, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
@@ -135,9 +136,11 @@ def row_statistics(
 
 def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=None) -> list[str]:
     """Why the Triton kernels can't take these inputs."""
-    why = about_scores(q, k, rows, pattern, scale)
+    why = about_scores(q, k, rows, scale)
     if segments is not None and not why:
-        why += about_segments(q, k, v, segments)
+        why += _about_shared_heads(q, k, v, segments)
+    if not why and not _are_intervals(pattern, segments):
+        why += _about_lists(q, k, segments)
     if v.shape[-1] > WIDEST and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         why.append(f"gradients with values wider than {WIDEST} are not computed here")
     if 0 in v.shape:
@@ -147,7 +150,7 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=N
     return why
 
 
-def about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
+def about_scores(q, k, rows: SoftmaxRows, scale) -> list[str]:
     why = []
     if not (q.is_cuda or INTERPRETED):
         why.append(f"Triton kernels run on a GPU, the inputs are on {q.device}")
@@ -157,10 +160,6 @@ def about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
         why.append(f"keys wider than {WIDEST} do not fit, got {q.shape[-1]}")
     if 0 in q.shape or 0 in k.shape:
         why.append("there is nothing to launch for an empty tensor")
-    if Reach.of(pattern) is None:
-        why.append(
-            "the pattern is more than a window, blocks, leading global tokens or sinks, alone or cut off to the right"
-        )
     if not scale > 0:
         why.append(f"the largest score is found before scaling, which takes a positive scale, got {scale}")
     if rows.bias is not None:
@@ -170,14 +169,32 @@ def about_scores(q, k, rows: SoftmaxRows, pattern, scale) -> list[str]:
     return why
 
 
-def about_segments(q, k, v, segments: Segments) -> list[str]:
+def about_intervals(q, k, v, pattern: Pattern, segments: Segments | None) -> list[str]:
+    """Why what a query sees is not two intervals; for programs that take nothing else."""
+    if Reach.of(pattern) is None:
+        return ["the pattern is more than a window, blocks, leading global tokens or sinks, alone or cut off to the right"]
+    if segments is None:
+        return []
+    if not are_runs(segments):
+        return ["a segment that is interrupted and goes on later is not an interval"]
+    return _about_shared_heads(q, k, v, segments)
+
+
+def _about_shared_heads(q, k, v, segments: Segments) -> list[str]:
     batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = launches.shared_axes(batch, k, v)
     for part in segments if isinstance(segments, tuple) else (segments,):
         if shared and any(size > 1 for size in part.shape[:-1][-shared:]):
             return ["segments that differ among heads that share keys are not taken"]
-    if not are_runs(segments):
-        return ["a segment that is interrupted and goes on later is not an interval"]
+    return []
+
+
+def _about_lists(q, k, segments: Segments | None) -> list[str]:
+    parts = () if segments is None else segments if isinstance(segments, tuple) else (segments,)
+    sequences = prod(broadcast_shapes((), *(x.shape[:-1] for x in parts)))
+    pairs = sequences * q.shape[-2] * k.shape[-2]
+    if pairs > MOST_PAIRS:
+        return [f"to list who sees whom it would look at {pairs} pairs of tokens, more than {MOST_PAIRS}"]
     return []
 
 
@@ -189,11 +206,24 @@ def _about_sink(q, k, v, sink: Tensor) -> list[str]:
 
 
 def _job(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> Job:
-    reach = Reach.of(pattern)
-    assert reach is not None, f"{pattern}: see objections"
-    where = intervals(reach, q.shape[-2], k.shape[-2], segments, q.device)
+    where = _where(q, k, v, pattern, segments)
     sink = None if rows.sink is None else rows.sink / rows.temperature
     return launches.job(q, k, v, where, scale, rows.softcap, sink)
+
+
+def _are_intervals(pattern: Pattern, segments: Segments | None) -> bool:
+    return Reach.of(pattern) is not None and (segments is None or are_runs(segments))
+
+
+def _where(q, k, v, pattern: Pattern, segments: Segments | None) -> Intervals | Lists:
+    """What is seen: by two intervals a query, or else by lists."""
+    n, m = q.shape[-2], k.shape[-2]
+    reach = Reach.of(pattern)
+    if reach is not None and _are_intervals(pattern, segments):
+        return intervals(reach, n, m, segments, q.device)
+    configs = launches.listed(launches.configs_of(q.shape[-1], v.shape[-1], q.element_size()))
+    rows, tile = configs["attend"].rows, max(config.tile for config in configs.values())
+    return lists(pattern, n, m, segments, q.device, rows, tile)
 
 
 def _shaped(job: Job, grads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,16 +248,16 @@ class _Attend(torch.autograd.Function):
         job = _job(q, k, v, rows, pattern, segments, scale)
         o, lse = launches.attend(job)
         ctx.save_for_backward(q, k, v, sink, o, lse)
-        ctx.rest = job.plan, job.rows, job.keys, job.sink, rows.temperature
+        ctx.rest = job.plan, job.by_query, job.by_key, job.sink, rows.temperature
         return job.plan.as_given(o, v.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, sink, o, lse = ctx.saved_tensors
-        plan, rows, keys, level, temperature = ctx.rest
+        plan, by_query, by_key, level, temperature = ctx.rest
         x, y, z = launches.heads(q, k, v)[:3] if plan.copies else (q, k, v)
-        job = Job(plan, x, y, z, rows, keys, level)
+        job = Job(plan, x, y, z, by_query, by_key, level)
         with as_given(q), on_device(q):
             do = launches.queries_like(job, do.to(o.dtype))
             grads = launches.gradients(job, o, lse, do)

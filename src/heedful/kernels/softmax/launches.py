@@ -12,6 +12,7 @@ import triton.language as tl
 from heedful.kernels import launching
 from heedful.kernels.launching import INTERPRETED, SIXFOLD, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
+from heedful.kernels.softmax.lists import MOST_ROWS, Lists
 from heedful.kernels.softmax.reach import Intervals
 from heedful.shapes import Tensor, broadcast_shapes
 
@@ -66,6 +67,23 @@ CONFIGS = {
 PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
 FEW = 8  # times as many queries as keys, for keys to be called few
 PARTS = 64  # and the most of them: one program adds them up
+
+
+def configs_of(d: int, e: int, size: int) -> dict[str, Config]:
+    """The table's row for keys and values so wide, of elements of so many bytes."""
+    return CONFIGS[max(tile_width(d), tile_width(min(e, WIDEST))), size]
+
+
+def tile_width(width: int) -> int:
+    """The columns of a tile."""
+    return max(NARROWEST, power(width))
+
+
+def listed(configs: dict[str, Config]) -> dict[str, Config]:
+    """The same for lists: all programs walk the same blocks of rows, no more than a word has bits."""
+    used = {name: configs[name] for name in ("attend", "queries", "keys", "adjoint")}
+    rows = min(MOST_ROWS, *(config.rows for config in used.values()))
+    return {name: config._replace(rows=rows) for name, config in used.items()}
 
 
 class Heads(NamedTuple):
@@ -133,7 +151,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 class Plan:
     """What calls with inputs of one kind share: sizes, strides, constants, compiled programs."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, where: Intervals, scale: float, cap: float | None):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, where: Intervals | Lists, scale: float, cap: float | None):
         at = heads(q, k, v)
         self.batch, self.shared = at.batch, at.shared
         self.lead = at.batch[: len(at.batch) - at.shared]
@@ -143,16 +161,19 @@ class Plan:
         self.heads = self.B * self.G * self.P
         self.orders = tuple(_order(x) for x in at[:3])
         self.strides = *_strides(at.q), *_strides(at.k), *_strides(at.v)
-        rows, keys = self.tables(where)
-        self.tables_at = *_strides(rows)[:2], *_strides(keys)[:2]
+        self.listed = isinstance(where, Lists)
+        rows, keys = (_strides(x)[:2] for x in self.tables(where))
+        # by programs of queries, and of keys; lists are one for all heads, and blocks know where theirs begins
+        self.tables_at = ((*rows, 0, 0), (0, 0, *keys)) if self.listed else ((*rows, *keys),) * 2
         self.first_rows = where.first_rows
-        self.sinks, self.global_rows = where.reach.sinks, where.reach.heads
-        self.D, self.E = (max(NARROWEST, power(x)) for x in (self.d, min(self.e, WIDEST)))
+        self.sinks, self.global_rows = where.special
+        self.D, self.E = tile_width(self.d), tile_width(min(self.e, WIDEST))
         width = max(self.D, self.E)
-        self.configs: dict[str, Config] = CONFIGS[width, q.element_size()]
+        configs = configs_of(self.d, self.e, q.element_size())
+        self.configs: dict[str, Config] = listed(configs) if self.listed else configs
         # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
         few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m
-        self.first_keys = self.m if few and not where.reach.heads else where.first_keys
+        self.first_keys = self.m if few and where.keys_may_split else where.first_keys
         self.scales = scale * LOG2E, 1.0 if cap is None else cap * LOG2E
         self.scale = scale
         operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype]
@@ -160,7 +181,8 @@ class Plan:
         self.constants = dict(
             D=self.D,
             E=self.E,
-            SEGMENTS=where.segmented,
+            SEGMENTS=where.segmented and not self.listed,  # a list knows of them
+            LISTED=self.listed,
             EVEN_D=self.d == self.D,
             EVEN_E=self.e % self.E == 0,
             OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
@@ -169,8 +191,8 @@ class Plan:
         )
         self.ready: dict = {}
 
-    def tables(self, where: Intervals) -> tuple[Tensor, Tensor]:
-        """The intervals of queries and keys, (B, G, 4, ·)."""
+    def tables(self, where: Intervals | Lists) -> tuple[Tensor, Tensor]:
+        """The intervals of queries and keys, (B, G, 4, ·), or their blocks, (B, G, ·, ·)."""
         tables = (_leading(x, self.lead, self.shared) for x in (where.rows, where.keys))
         rows, keys = (x.reshape(self.B, self.G, *x.shape[-2:]) for x in tables)
         return rows, keys
@@ -183,7 +205,7 @@ class Plan:
             blocks = over(stop, config.rows)
             grid = blocks * parts * heads, over(self.e, self.E)
             numbers = (
-                *(*self.strides, *steps(), *self.tables_at),
+                *(*self.strides, *steps(), *self.tables_at[name in ("keys", "adjoint")]),
                 *(self.n, self.m, self.d, self.e, skip, stop, blocks, *self.scales, *ends, self.G, self.P),
             )
             tiles = dict(ROWS=config.rows, TILE=config.tile, PARTS=parts, PREFIX=prefix_of(prefix, config))
@@ -196,7 +218,8 @@ class Plan:
         """In how many parts to walk the first rows, each of which is as long as the sequence."""
         config = self.configs[name]
         most = max(1, over(across, 4 * config.tile))
-        return min(most, PARTS, over(PROGRAMS, heads * over(rows, config.rows)))
+        parts = min(most, PARTS, over(PROGRAMS, heads * over(rows, config.rows)))
+        return max(parts, 2) if self.listed else parts  # one part alone would lie in the order of the tokens
 
     def as_given(self, x: Tensor, width: int) -> Tensor:
         """A tensor of the kernels with the batch axes of the inputs and without the columns that were added."""
@@ -233,8 +256,8 @@ class Job(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    rows: Tensor
-    keys: Tensor
+    by_query: tuple[Tensor, Tensor, Tensor]  # what programs of queries take as rows, keys and words
+    by_key: tuple[Tensor, Tensor, Tensor]  # and those of keys
     sink: Tensor | None = None  # (B, G, P), base 2
 
 
@@ -245,7 +268,7 @@ def job(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    where: Intervals,
+    where: Intervals | Lists,
     scale: float,
     cap: float | None = None,
     sink: Tensor | None = None,
@@ -254,7 +277,7 @@ def job(
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device),
         *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
-        *(where.reach, where.rows.shape, where.first_rows, where.first_keys, where.segmented, scale, cap),
+        *(where.kind, scale, cap),
     )
     plan = PLANS.get(key)
     if plan is None:
@@ -266,7 +289,11 @@ def job(
     rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
     if sink is not None:
         sink = (sink.float() * LOG2E).expand(plan.batch).contiguous()
-    return Job(plan, q, k, v, rows, keys, sink)
+    if isinstance(where, Lists):
+        by_query, by_key = (rows, *where.of_rows), (where.of_keys.tokens, keys, where.of_keys.words)
+    else:
+        by_query = by_key = rows, keys, rows  # no words
+    return Job(plan, q, k, v, by_query, by_key, sink)
 
 
 def queries_like(job: Job, x: Tensor) -> Tensor:
@@ -303,7 +330,7 @@ def _attend_all(job: Job, o: Tensor | None) -> Tensor:
 
 def attend_rows(job: Job, o: Tensor | None, lse: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
     plan, sink = job.plan, job.sink
-    pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, job.rows, job.keys)
+    pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, *job.by_query)
     plan.launch(
         *("attend", triton_forward.attend, (o is None, sink is None), pointers),
         lambda: (0,) * 5 if o is None else (*_strides(o)[-4:], o.stride(0) if o.ndim == 6 else 0),
@@ -320,10 +347,11 @@ def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_ls
         steps = (0,) * 4 if o is None else _strides(o)
         numbers = (*steps, plan.n, first, plan.heads, parts, plan.e, plan.G, plan.P)
         grid = plan.heads * first, over(plan.e, plan.E)
-        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None)
+        listed = plan.configs["attend"].rows if plan.listed else 0
+        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, LISTED=listed)
         return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
 
-    pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse)
+    pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.by_query[0])
     launching.launch(plan.ready, ("merge", o is None), pointers, describe)
 
 
@@ -342,14 +370,14 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
         parts = plan.parts(plan.heads, first, plan.m, "queries")
         some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        dq[..., :first, :] = some.sum(0)
+        dq[..., _first(plan, job.by_query[0], first, "queries"), :] = some.sum(0)
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
 
 def query_rows(job: Job, o, lse, do, delta, dq, skip, stop, parts, prefix) -> None:
     plan = job.plan
-    pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, job.rows, job.keys)
+    pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, *job.by_query)
     plan.launch(
         *("queries", triton_backward.queries, (o.stride(), do.stride()), pointers),
         lambda: (*_strides(o), *_strides(do), *_strides(dq)[-4:], dq.stride(0) if dq.ndim == 6 else 0),
@@ -375,16 +403,25 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
         some_v = launching.empty((*shape, plan.e), dv)
         some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        dv[..., :first, :] = some_v.sum(0)
+        tokens = _first(plan, job.by_key[1], first, "keys")
+        dv[..., tokens, :] = some_v.sum(0)
         if dk is not None and some_k is not None:
-            dk[..., :first, :] = some_k.sum(0)
+            dk[..., tokens, :] = some_k.sum(0)
+
+
+def _first(plan: Plan, blocks: Tensor, first: int, name: str) -> slice | Tensor:
+    """The tokens that are walked in parts: those of the first blocks, or simply the first."""
+    if not plan.listed:
+        return slice(first)
+    tokens = blocks[..., : plan.configs[name].rows].reshape(-1)[:first].long()
+    return torch.where(tokens < 0, ~tokens, tokens)
 
 
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
     plan, alone = job.plan, dk is None
     if alone:
         dk, delta = dv, lse  # not touched
-    pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, job.rows, job.keys)
+    pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, *job.by_key)
 
     def steps():
         ends = ((*_strides(x)[-3:], x.stride(0) if x.ndim == 5 else 0) for x in (dk, dv))
@@ -406,12 +443,12 @@ def statistics(job: Job) -> tuple[Tensor, ...]:
 
     def describe():
         blocks = over(plan.n, config.rows)
-        numbers = (*plan.strides[:7], *plan.tables_at, plan.n, plan.m, plan.d, blocks, *plan.scales, plan.G, plan.P)
+        numbers = (*plan.strides[:7], *plan.tables_at[0], plan.n, plan.m, plan.d, blocks, *plan.scales, plan.G, plan.P)
         constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION", "CAPPED")}
         constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=prefix_of(plan.sinks, config))
         options = dict(num_warps=config.warps, num_stages=config.stages)
         return triton_rows.statistics, (blocks * plan.heads,), numbers, constants, options
 
-    pointers = (job.q, job.k, *found, places, job.rows, job.keys)
+    pointers = (job.q, job.k, *found, places, *job.by_query[:2])
     launching.launch(plan.ready, "statistics", pointers, describe)
     return *found, places

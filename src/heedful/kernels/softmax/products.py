@@ -129,7 +129,9 @@ def objections(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
     """Why these inputs are not taken."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return [f"it takes q and k of 16 bits, not {q.dtype}"]
-    return fused.objections(q, k, k, rows, pattern, segments, scale)
+    return fused.objections(q, k, k, rows, pattern, segments, scale) or fused.about_intervals(
+        q, k, k, pattern, segments
+    )
 
 
 READY: dict[tuple, dict] = {}  # compiled launches, by all that Triton looks at in q, k and the intervals

@@ -12,8 +12,10 @@ windows, blocks, causal and full attention, sinks, leading global tokens and pac
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ from heedful.patterns import Blocks, Causal, Full, Global, Pattern, Window, _And
 from heedful.segments import Segments, resolve
 from heedful.shapes import Int, Tensor, broadcast_shapes
 
+T = TypeVar("T")
 FAR = 1 << 29  # farther than any token
 NOWHERE = 1 << 30  # the lo of a query or key that takes no part
 
@@ -119,6 +122,21 @@ class Intervals:
     segmented: bool
     reach: Reach
 
+    @property
+    def special(self) -> tuple[int, int]:
+        """Leading keys, and leading queries, that programs walk apart from the others."""
+        return self.reach.sinks, self.reach.heads
+
+    @property
+    def kind(self) -> tuple:
+        """All that a plan takes from it."""
+        return self.reach, self.rows.shape, self.first_rows, self.first_keys, self.segmented
+
+    @property
+    def keys_may_split(self) -> bool:
+        """Whether all keys may be walked in parts, as the first ones are."""
+        return not self.reach.heads
+
     @cached_property
     def bounds(self) -> tuple[Int[Tensor, "*s n"], ...]:
         """lo, hi, start, stop of every query; hi = lo and stop = start where there is nothing."""
@@ -136,11 +154,16 @@ def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: t
     """The intervals of every query and key; those of the last lengths and segments are kept."""
     if segments is None:
         return _unsegmented(reach, n, m, device)
+    return recent((reach, n, m), segments, lambda: _segmented(reach, n, m, segments))
+
+
+def recent(key: tuple, segments: Segments, make: Callable[[], T]) -> T:
+    """make(), or what it gave for the same key and segments a short while ago: the layers of a model share them."""
     parts = segments if isinstance(segments, tuple) else (segments,)
-    key = reach, n, m, tuple(id(part) for part in parts)
+    key = *key, tuple(id(part) for part in parts)
     known, found = _recent.get(key, ((), None))
     if found is None or not all(mark.holds(part) for mark, part in zip(known, parts, strict=True)):
-        found = _segmented(reach, n, m, segments)
+        found = make()
         if len(_recent) >= 8:
             _recent.clear()
         _recent[key] = tuple(_Mark(part) for part in parts), found
@@ -148,7 +171,7 @@ def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: t
 
 
 class _Mark:
-    """Recognises a tensor that has not been changed since; the layers of a model share their segments."""
+    """Recognises a tensor that has not been changed since."""
 
     def __init__(self, x: Tensor):
         self.ref, self.version = weakref.ref(x), _version(x)
@@ -161,7 +184,7 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-_recent: dict[tuple, tuple[tuple[_Mark, ...], Intervals]] = {}
+_recent: dict[tuple, tuple[tuple[_Mark, ...], Any]] = {}
 
 
 @lru_cache(32)

@@ -22,7 +22,10 @@ from heedful.kernels.softmax.triton_walk import (
     NOWHERE,
     cut,
     edge_tile,
+    full_tile,
+    list_of,
     numbers,
+    partial_tile,
     prefix_tile,
     prefix_tiles,
     reach_of,
@@ -56,14 +59,14 @@ def _add_keys(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "sdq_part"])
 def queries(
-    q, k, v, o, do, lse, delta, dq, rows, keys,
+    q, k, v, o, do, lse, delta, dq, rows, keys, words,
     sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, so_b, so_g, so_p, so_n, sdo_b, sdo_g, sdo_p, sdo_n,
     sdq_b, sdq_g, sdq_p, sdq_n, sdq_part,
     rows_b, rows_g, keys_b, keys_g,
     n, m, d, e, skip, stop, blocks, scale, cap, factor, G, P,
     D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """dq and δ of queries [skip, stop) of every head."""
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -88,8 +91,12 @@ def queries(
     within = tl.arange(0, ROWS)
     i = start + within
     here = (i >= skip) & (i < stop)
-    lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
-    first, total, left, right = cut(lo, hi, late, until, TILE)
+    if LISTED:
+        start, lo, first, total, left, right = list_of(rows, block, within, here, ROWS, TILE)
+        i = start
+    else:
+        lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
+        first, total, left, right = cut(lo, hi, late, until, TILE)
 
     in_d = tl.arange(0, D)
     in_e = tl.arange(0, E)
@@ -114,19 +121,27 @@ def queries(
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
-        at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
+        if LISTED:
+            at, seen, real = partial_tile(t, first, right, keys, words, within, TILE)
+        else:
+            at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
         acc = _add_keys(
             query, dout, level, dot, acc, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, True, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
-        at = first + (left + t) * TILE
+        if LISTED:
+            at = full_tile(t, first, keys, TILE)
+        else:
+            at = first + (left + t) * TILE
         acc = _add_keys(
             query, dout, level, dot, acc, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
+    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+        start = block * ROWS
     write(dq, start, sdq_n, within, in_d, here, d, tl.where(alive[:, None], acc * factor, 0.0))
 
 
@@ -158,14 +173,14 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "sdk_part", "sdv_part"])
 def keys(
-    q, k, v, do, lse, delta, dk, dv, rows, keys,
+    q, k, v, do, lse, delta, dk, dv, rows, keys, words,
     sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, sdo_b, sdo_g, sdo_p, sdo_n, sdk_b, sdk_g, sdk_n,
     sdk_part, sdv_b, sdv_g, sdv_n, sdv_part,
     rows_b, rows_g, keys_b, keys_g,
     n, m, d, e, skip, stop, blocks, scale, cap, factor, G, P,
     D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, or dv alone, of keys [skip, stop) of every head of keys."""
     block = tl.program_id(0) % blocks  # the first keys of a causal pattern are seen by most
@@ -190,8 +205,12 @@ def keys(
     within = tl.arange(0, ROWS)
     j = start + within
     here = (j >= skip) & (j < stop)
-    lo, hi, base, end, late, until = reach_of(keys, m, j, here, PREFIX, SEGMENTS)
-    first, total, left, right = cut(lo, hi, late, until, TILE)
+    if LISTED:
+        start, lo, first, total, left, right = list_of(keys, block, within, here, ROWS, TILE)
+        j = start
+    else:
+        lo, hi, base, end, late, until = reach_of(keys, m, j, here, PREFIX, SEGMENTS)
+        first, total, left, right = cut(lo, hi, late, until, TILE)
 
     in_d = tl.arange(0, D)
     in_e = columns * E + tl.arange(0, E)
@@ -217,14 +236,20 @@ def keys(
                     )  # fmt: skip
         begin_t, finish = share(left + total - right, part, PARTS)
         for t in range(begin_t, finish):
-            at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, rows, n, TILE, PREFIX, SEGMENTS)
+            if LISTED:
+                at, seen, real = partial_tile(t, first, right, rows, words, within, TILE)
+            else:
+                at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, rows, n, TILE, PREFIX, SEGMENTS)
             acc_k, acc_v = _add_queries(
                 key, value, acc_k, acc_v, at, seen, real, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
                 in_d, in_e, TILE, True, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
             )  # fmt: skip
         begin_t, finish = share(right - left, part, PARTS)
         for t in range(begin_t, finish):
-            at = first + (left + t) * TILE
+            if LISTED:
+                at = full_tile(t, first, rows, TILE)
+            else:
+                at = first + (left + t) * TILE
             acc_k, acc_v = _add_queries(
                 key, value, acc_k, acc_v, at, here, here, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
                 in_d, in_e, TILE, False, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
@@ -234,6 +259,8 @@ def keys(
         lse += n
         delta += n
 
+    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+        start = block * ROWS
     write(dv, start, sdv_n, within, in_e, here, e, tl.where(alive[:, None], acc_v, 0.0))
     if DK:
         write(dk, start, sdk_n, within, in_d, here, d, tl.where(alive[:, None], acc_k * factor, 0.0))

@@ -21,6 +21,9 @@ from heedful.kernels.softmax.triton_walk import (
     NOWHERE,
     cut,
     edge_tile,
+    full_tile,
+    list_of,
+    partial_tile,
     prefix_tile,
     prefix_tiles,
     reach_of,
@@ -58,13 +61,13 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "so_part"])
 def attend(
-    q, k, v, o, lse, sink, rows, keys,
+    q, k, v, o, lse, sink, rows, keys, words,
     sq_b, sq_g, sq_p, sq_n, sk_b, sk_g, sk_n, sv_b, sv_g, sv_n, so_b, so_g, so_p, so_n, so_part,
     rows_b, rows_g, keys_b, keys_g,
     n, m, d, e, skip, stop, blocks, scale, cap, G, P,
     D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr,
-    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, SINK: tl.constexpr, EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, SINK: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Queries [skip, stop) of every head; with PARTS > 1 each takes a share of the keys and writes what that gives."""
     block = blocks - 1 - tl.program_id(0) % blocks  # the last queries of a causal pattern have most to do
@@ -84,8 +87,12 @@ def attend(
     within = tl.arange(0, ROWS)
     i = start + within
     here = (i >= skip) & (i < stop)
-    lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
-    first, total, left, right = cut(lo, hi, late, until, TILE)
+    if LISTED:
+        start, lo, first, total, left, right = list_of(rows, block, within, here, ROWS, TILE)
+        i = start
+    else:
+        lo, hi, base, end, late, until = reach_of(rows, n, i, here, PREFIX, SEGMENTS)
+        first, total, left, right = cut(lo, hi, late, until, TILE)
 
     in_d = tl.arange(0, D)
     in_e = columns * E + tl.arange(0, E)
@@ -108,20 +115,29 @@ def attend(
                 )  # fmt: skip
     begin, finish = share(left + total - right, part, PARTS)
     for t in range(begin, finish):
-        at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
+        if LISTED:
+            at, seen, real = partial_tile(t, first, right, keys, words, within, TILE)
+        else:
+            at, seen, real = edge_tile(t, first, left, right, lo, hi, late, until, keys, m, TILE, PREFIX, SEGMENTS)
         acc, peak, mass = _add_tile(
             queries, acc, peak, mass, at, seen, real, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, True, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
-        at = first + (left + t) * TILE
+        if LISTED:
+            at = full_tile(t, first, keys, TILE)
+        else:
+            at = first + (left + t) * TILE
         acc, peak, mass = _add_tile(
             queries, acc, peak, mass, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, False, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
     sighted = (mass != 0) & (lo != NOWHERE)  # padding sees nothing, whatever its query holds
+    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+        start = block * ROWS
+        i = start + within
     where = ((part * tl.num_programs(0) // blocks // PARTS).to(tl.int64) + head) * stop
     if columns == 0:
         tl.store(lse + where + i, tl.where(sighted, peak + tl.log2(mass), float("inf")), mask=here)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from heedful.kernels.arithmetic import exp2
 from heedful.kernels.softmax.triton_walk import (
+    HEAD,
     NOWHERE,
     capped,
     cut,
@@ -124,8 +125,8 @@ def statistics(
 
 @triton.jit(do_not_specialize=["n", "first", "heads", "parts", "G", "P"])
 def merge(
-    o, lse, some_o, some_lse, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
-    PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr,
+    o, lse, some_o, some_lse, rows, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
+    PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Parts of the first rows made one: lse = log₂ Σ 2^lse_p,  o = Σ 2^(lse_p − lse) o_p."""
     i = tl.program_id(0) % first
@@ -138,6 +139,9 @@ def merge(
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.exp2(level - peak)
     mass = tl.sum(weight, 0)
+    if LISTED:  # the parts lie in the order of blocks of so many rows
+        i = tl.load(rows + i // LISTED * (LISTED + HEAD) + i % LISTED)
+        i = tl.where(i < 0, ~i, i)
     tl.store(lse + head.to(tl.int64) * n + i, tl.where(mass > 0, peak + tl.log2(mass), float("inf")))
     if VALUES:
         weight = weight / tl.where(mass > 0, mass, 1.0)

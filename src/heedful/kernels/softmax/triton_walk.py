@@ -2,9 +2,11 @@
 
     near        the tokens [min lo, max hi) of the block in tiles; those that every row sees whole carry no mask
     prefix      special tokens that lie apart from them, in narrower tiles
+    list        instead of both, for any pattern: the tokens that some row of the block sees, from anywhere
 
-Which tokens a row sees stands in four numbers a row (reach.py), read from memory: nothing is compiled for a length, a
-window or a pattern.
+Which tokens a row sees stands in four numbers a row (reach.py), or in the block's list (lists.py), read from memory:
+nothing is compiled for a length, a window or a pattern. A tile begins at a token, and its rows follow; or it is a vector
+of tokens, from a list. `read`, `numbers` and `write` take either.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.arithmetic import exp2
-from heedful.kernels.softmax import reach
+from heedful.kernels.softmax import lists, reach
 
 NOWHERE = tl.constexpr(reach.NOWHERE)
+HEAD = tl.constexpr(lists.HEAD)
 # Lengths are not compiled in: sequences of any length share one program.
 LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"]
 
@@ -29,9 +32,17 @@ def capped(x, cap):
 
 
 @triton.jit
+def _rows_at(base, start, stride, rows):
+    """Where rows start + rows of a matrix begin; or those that `start` names."""
+    if start.type.is_block():
+        return base + start.to(tl.int64)[:, None] * stride
+    return base + start.to(tl.int64) * stride + rows[:, None] * stride
+
+
+@triton.jit
 def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr):
     """Rows start + rows of a matrix; those that are not real, and columns from `width` on, are zero and not read."""
-    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    at = _rows_at(base, start, stride, rows) + columns[None, :]
     if MASKED:
         if EVEN:
             return tl.load(at, mask=real[:, None], other=0.0)
@@ -44,14 +55,17 @@ def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, 
 @triton.jit
 def numbers(base, start, rows, real, other, MASKED: tl.constexpr):
     """One number for each of rows start + rows; `other` for those that are not real."""
+    at = base + start
+    if not start.type.is_block():
+        at += rows
     if MASKED:
-        return tl.load(base + start + rows, mask=real, other=other)
-    return tl.load(base + start + rows)
+        return tl.load(at, mask=real, other=other)
+    return tl.load(at)
 
 
 @triton.jit
 def write(base, start, stride, rows, columns, real, width, tile):
-    at = base + start.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    at = _rows_at(base, start, stride, rows) + columns[None, :]
     tl.store(at, tile.to(base.dtype.element_ty), mask=real[:, None] & (columns[None, :] < width))
 
 
@@ -91,6 +105,36 @@ def cut(lo, hi, late, until, TILE: tl.constexpr):
     left = tl.minimum(tl.cdiv(tl.maximum(inner - first, 0), TILE), total)
     right = tl.maximum(left, tl.minimum(tl.maximum(outer - first, 0) // TILE, total))
     return first, total, left, right
+
+
+@triton.jit
+def list_of(table, block, within, here, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """A block's tokens; lo, NOWHERE for those that see nothing; where its list begins; its tiles, `right` of them full.
+
+    What `cut` says of intervals, this says of a list, whose full tiles come first: `left` is 0.
+    """
+    table += block * (ROWS + HEAD)
+    token = tl.load(table + within, mask=here, other=-1)
+    wanted = tl.max(here.to(tl.int32), 0) > 0  # a block that is walked in parts elsewhere has nothing to do here
+    first = tl.load(table + ROWS)
+    full = tl.load(table + ROWS + 1, mask=wanted, other=0) // TILE
+    total = tl.load(table + ROWS + 2, mask=wanted, other=0) // TILE
+    return tl.where(token < 0, ~token, token), tl.where(token < 0, NOWHERE, 0), first, total, 0, full
+
+
+@triton.jit
+def full_tile(t, first, tokens, TILE: tl.constexpr):
+    """The t-th tile of a list."""
+    return tl.load(tokens + first + t * TILE + tl.arange(0, TILE))
+
+
+@triton.jit
+def partial_tile(t, first, right, tokens, words, within, TILE: tl.constexpr):
+    """The t-th tile after the full ones: its tokens, what is seen of them, which of them are there."""
+    at = first + (right + t) * TILE + tl.arange(0, TILE)
+    token = tl.load(tokens + at)
+    seen = (tl.load(words + at)[None, :] >> within[:, None].to(tl.int64)) & 1
+    return token, seen != 0, token >= 0
 
 
 @triton.jit
