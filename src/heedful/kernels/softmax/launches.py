@@ -12,7 +12,7 @@ import triton.language as tl
 from heedful.kernels import launching
 from heedful.kernels.launching import INTERPRETED, SIXFOLD, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
-from heedful.kernels.softmax.lists import MOST_ROWS, Lists
+from heedful.kernels.softmax.lists import HEAD, MOST_ROWS, Lists
 from heedful.kernels.softmax.reach import Intervals
 from heedful.shapes import Tensor, broadcast_shapes
 
@@ -370,7 +370,7 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
         parts = plan.parts(plan.heads, first, plan.m, "queries")
         some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        dq[..., _first(plan, job.by_query[0], first, "queries"), :] = some.sum(0)
+        dq[..., _first(plan, job.by_query[0], first), :] = some.sum(0).to(dq.dtype)
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
@@ -403,17 +403,17 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
         some_v = launching.empty((*shape, plan.e), dv)
         some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        tokens = _first(plan, job.by_key[1], first, "keys")
-        dv[..., tokens, :] = some_v.sum(0)
+        tokens = _first(plan, job.by_key[1], first)
+        dv[..., tokens, :] = some_v.sum(0).to(dv.dtype)
         if dk is not None and some_k is not None:
-            dk[..., tokens, :] = some_k.sum(0)
+            dk[..., tokens, :] = some_k.sum(0).to(dk.dtype)
 
 
-def _first(plan: Plan, blocks: Tensor, first: int, name: str) -> slice | Tensor:
+def _first(plan: Plan, blocks: Tensor, first: int) -> slice | Tensor:
     """The tokens that are walked in parts: those of the first blocks, or simply the first."""
     if not plan.listed:
         return slice(first)
-    tokens = blocks[..., : plan.configs[name].rows].reshape(-1)[:first].long()
+    tokens = blocks[:, :-HEAD].reshape(-1)[:first].long()
     return torch.where(tokens < 0, ~tokens, tokens)
 
 

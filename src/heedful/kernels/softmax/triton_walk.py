@@ -36,7 +36,8 @@ def _rows_at(base, start, stride, rows):
     """Where rows start + rows of a matrix begin; or those that `start` names."""
     if start.type.is_block():
         return base + start.to(tl.int64)[:, None] * stride
-    return base + start.to(tl.int64) * stride + rows[:, None] * stride
+    else:
+        return base + start.to(tl.int64) * stride + rows[:, None] * stride
 
 
 @triton.jit
