@@ -320,7 +320,8 @@ def test_what_it_cannot_take_it_says(kernels):
         return " ".join(fused.objections(*inputs, rows, pattern, segments, scale))
 
     assert said() == ""
-    assert "more than a window" in said(pattern=h.Strided(3))
+    assert said(pattern=h.Strided(3)) == ""  # listed
+    assert "more than a window" in " ".join(fused.about_intervals(q, k, v, h.Strided(3), None))
     assert "positive scale" in said(scale=-1.0)
     assert said(rows=SoftmaxRows(softcap=1.0, sink=torch.zeros(2, device=DEVICE))) == ""
     assert "sink has more heads" in said(rows=SoftmaxRows(sink=torch.zeros(3, 2, 2, device=DEVICE)))
@@ -329,7 +330,11 @@ def test_what_it_cannot_take_it_says(kernels):
     assert "empty" in said(inputs=(q[..., :0, :], k, v))
     assert "wider than 256" in said(inputs=(q.repeat(1, 1, 1, 40), k.repeat(1, 1, 1, 40), v))
     apart = torch.tensor([0] * 5 + [1] * 3 + [0] * 4, device=DEVICE)
-    assert "interrupted" in said(segments=apart)
+    assert said(segments=apart) == ""
+    assert "interrupted" in " ".join(fused.about_intervals(q, k, v, h.Window(3), apart))
+    long = torch.empty(1, 131073, 8, device="meta")
+    assert "17180131329 pairs" in " ".join(fused._about_lists(long, long, None))
+    assert fused._about_lists(q, k, apart) == []
     each = torch.zeros(2, 2, 12, dtype=torch.long, device=DEVICE)
     assert said(segments=each) == ""
     assert "share keys" in said(segments=each, inputs=(q, k[:, :1], v[:, :1]))

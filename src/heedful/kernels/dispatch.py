@@ -139,7 +139,7 @@ def _force(name: str | None) -> Iterator[None]:
 class _Chooser:
     """`with heedful.backend("torch"): …` runs every kernel that has that backend on it."""
 
-    known = ("torch", "sdpa", "triton", "masked")
+    known = ("torch", "sdpa", "triton")
 
     def __call__(self, name: str | None):
         if name is not None and name not in self.known:

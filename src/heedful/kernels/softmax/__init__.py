@@ -1,14 +1,13 @@
-"""Softmax attention: torch's fused kernel where it fits, Triton's over intervals, torch's with a mask, else tiles."""
+"""Softmax attention: torch's fused kernel where it fits, Triton's over intervals or lists, else tiles."""
 
 from heedful.kernels.blocked import reference
 from heedful.kernels.dispatch import Backend, Kernel, triton_backend
-from heedful.kernels.softmax import masked, sdpa
+from heedful.kernels.softmax import sdpa
 
 softmax = Kernel(
     "softmax",
     Backend("sdpa", sdpa.attend, sdpa.objections),
     triton_backend("heedful.kernels.softmax.fused", "attend"),
-    Backend("masked", masked.attend, masked.objections),
     Backend("torch", reference.blocked, reference.objections),
 )
 softmax_adjoint = Kernel(

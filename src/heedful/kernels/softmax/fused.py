@@ -172,7 +172,9 @@ def about_scores(q, k, rows: SoftmaxRows, scale) -> list[str]:
 def about_intervals(q, k, v, pattern: Pattern, segments: Segments | None) -> list[str]:
     """Why what a query sees is not two intervals; for programs that take nothing else."""
     if Reach.of(pattern) is None:
-        return ["the pattern is more than a window, blocks, leading global tokens or sinks, alone or cut off to the right"]
+        return [
+            "the pattern is more than a window, blocks, leading global tokens or sinks, alone or cut off to the right"
+        ]
     if segments is None:
         return []
     if not are_runs(segments):
@@ -248,16 +250,16 @@ class _Attend(torch.autograd.Function):
         job = _job(q, k, v, rows, pattern, segments, scale)
         o, lse = launches.attend(job)
         ctx.save_for_backward(q, k, v, sink, o, lse)
-        ctx.rest = job.plan, job.by_query, job.by_key, job.sink, rows.temperature
+        ctx.rest = job.plan, job.tables, job.sink, rows.temperature
         return job.plan.as_given(o, v.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, sink, o, lse = ctx.saved_tensors
-        plan, by_query, by_key, level, temperature = ctx.rest
+        plan, tables, level, temperature = ctx.rest
         x, y, z = launches.heads(q, k, v)[:3] if plan.copies else (q, k, v)
-        job = Job(plan, x, y, z, by_query, by_key, level)
+        job = Job(plan, x, y, z, tables, level)
         with as_given(q), on_device(q):
             do = launches.queries_like(job, do.to(o.dtype))
             grads = launches.gradients(job, o, lse, do)

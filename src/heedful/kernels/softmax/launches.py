@@ -12,7 +12,7 @@ import triton.language as tl
 from heedful.kernels import launching
 from heedful.kernels.launching import INTERPRETED, SIXFOLD, over, power, up
 from heedful.kernels.softmax import triton_backward, triton_forward, triton_rows
-from heedful.kernels.softmax.lists import HEAD, MOST_ROWS, Lists
+from heedful.kernels.softmax.lists import MOST_ROWS, Lists
 from heedful.kernels.softmax.reach import Intervals
 from heedful.shapes import Tensor, broadcast_shapes
 
@@ -249,6 +249,24 @@ def _ordered(shape: tuple[int, ...], order: tuple[int, ...] | None, like: Tensor
     return launching.empty([shape[axis] for axis in order], like, like.dtype).permute(back)
 
 
+class Tables(NamedTuple):
+    """What is seen, as programs of queries and of keys take it: rows, keys and words."""
+
+    by_query: tuple[Tensor, Tensor, Tensor]
+    by_key: tuple[Tensor, Tensor, Tensor]
+    first_rows: slice | Tensor  # the queries that are walked in parts
+    first_keys: slice | Tensor
+
+
+def _tables(plan: Plan, where: Intervals | Lists) -> Tables:
+    rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
+    first = slice(plan.first_rows), slice(plan.first_keys)
+    if isinstance(where, Intervals):
+        return Tables((rows, keys, rows), (rows, keys, rows), *first)  # without words
+    tokens, words = where.of_keys
+    return Tables((rows, *where.of_rows), (tokens, keys, words), where.row_order[first[0]], where.key_order[first[1]])
+
+
 class Job(NamedTuple):
     """One call: its plan, and what the kernels read."""
 
@@ -256,8 +274,7 @@ class Job(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    by_query: tuple[Tensor, Tensor, Tensor]  # what programs of queries take as rows, keys and words
-    by_key: tuple[Tensor, Tensor, Tensor]  # and those of keys
+    tables: Tables
     sink: Tensor | None = None  # (B, G, P), base 2
 
 
@@ -286,14 +303,9 @@ def job(
         plan = PLANS[key] = Plan(q, k, v, where, scale, cap)
     if plan.copies:
         q, k, v = heads(q, k, v)[:3]
-    rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
     if sink is not None:
         sink = (sink.float() * LOG2E).expand(plan.batch).contiguous()
-    if isinstance(where, Lists):
-        by_query, by_key = (rows, *where.of_rows), (where.of_keys.tokens, keys, where.of_keys.words)
-    else:
-        by_query = by_key = rows, keys, rows  # no words
-    return Job(plan, q, k, v, by_query, by_key, sink)
+    return Job(plan, q, k, v, _tables(plan, where), sink)
 
 
 def queries_like(job: Job, x: Tensor) -> Tensor:
@@ -330,7 +342,7 @@ def _attend_all(job: Job, o: Tensor | None) -> Tensor:
 
 def attend_rows(job: Job, o: Tensor | None, lse: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
     plan, sink = job.plan, job.sink
-    pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, *job.by_query)
+    pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, *job.tables.by_query)
     plan.launch(
         *("attend", triton_forward.attend, (o is None, sink is None), pointers),
         lambda: (0,) * 5 if o is None else (*_strides(o)[-4:], o.stride(0) if o.ndim == 6 else 0),
@@ -351,7 +363,7 @@ def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_ls
         constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, LISTED=listed)
         return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
 
-    pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.by_query[0])
+    pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.tables.by_query[0])
     launching.launch(plan.ready, ("merge", o is None), pointers, describe)
 
 
@@ -370,14 +382,14 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
         parts = plan.parts(plan.heads, first, plan.m, "queries")
         some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        dq[..., _first(plan, job.by_query[0], first), :] = some.sum(0).to(dq.dtype)
+        dq[..., job.tables.first_rows, :] = some.sum(0).to(dq.dtype)
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
 
 def query_rows(job: Job, o, lse, do, delta, dq, skip, stop, parts, prefix) -> None:
     plan = job.plan
-    pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, *job.by_query)
+    pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, *job.tables.by_query)
     plan.launch(
         *("queries", triton_backward.queries, (o.stride(), do.stride()), pointers),
         lambda: (*_strides(o), *_strides(do), *_strides(dq)[-4:], dq.stride(0) if dq.ndim == 6 else 0),
@@ -403,25 +415,17 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
         some_v = launching.empty((*shape, plan.e), dv)
         some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        tokens = _first(plan, job.by_key[1], first)
+        tokens = job.tables.first_keys
         dv[..., tokens, :] = some_v.sum(0).to(dv.dtype)
         if dk is not None and some_k is not None:
             dk[..., tokens, :] = some_k.sum(0).to(dk.dtype)
-
-
-def _first(plan: Plan, blocks: Tensor, first: int) -> slice | Tensor:
-    """The tokens that are walked in parts: those of the first blocks, or simply the first."""
-    if not plan.listed:
-        return slice(first)
-    tokens = blocks[:, :-HEAD].reshape(-1)[:first].long()
-    return torch.where(tokens < 0, ~tokens, tokens)
 
 
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
     plan, alone = job.plan, dk is None
     if alone:
         dk, delta = dv, lse  # not touched
-    pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, *job.by_key)
+    pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, *job.tables.by_key)
 
     def steps():
         ends = ((*_strides(x)[-3:], x.stride(0) if x.ndim == 5 else 0) for x in (dk, dv))
@@ -449,6 +453,6 @@ def statistics(job: Job) -> tuple[Tensor, ...]:
         options = dict(num_warps=config.warps, num_stages=config.stages)
         return triton_rows.statistics, (blocks * plan.heads,), numbers, constants, options
 
-    pointers = (job.q, job.k, *found, places, *job.by_query[:2])
+    pointers = (job.q, job.k, *found, places, *job.tables.by_query[:2])
     launching.launch(plan.ready, "statistics", pointers, describe)
     return *found, places

@@ -131,10 +131,7 @@ def queries(
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
-        if LISTED:
-            at = full_tile(t, first, keys, TILE)
-        else:
-            at = first + (left + t) * TILE
+        at = full_tile(t, first, keys, TILE) if LISTED else first + (left + t) * TILE
         acc = _add_keys(
             query, dout, level, dot, acc, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
@@ -246,10 +243,7 @@ def keys(
             )  # fmt: skip
         begin_t, finish = share(right - left, part, PARTS)
         for t in range(begin_t, finish):
-            if LISTED:
-                at = full_tile(t, first, rows, TILE)
-            else:
-                at = first + (left + t) * TILE
+            at = full_tile(t, first, rows, TILE) if LISTED else first + (left + t) * TILE
             acc_k, acc_v = _add_queries(
                 key, value, acc_k, acc_v, at, here, here, q, do, lse, delta, sq_n, sdo_n, scale, cap, d, e,
                 in_d, in_e, TILE, False, DK, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,

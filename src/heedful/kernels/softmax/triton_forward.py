@@ -125,10 +125,7 @@ def attend(
         )  # fmt: skip
     begin, finish = share(right - left, part, PARTS)
     for t in range(begin, finish):
-        if LISTED:
-            at = full_tile(t, first, keys, TILE)
-        else:
-            at = first + (left + t) * TILE
+        at = full_tile(t, first, keys, TILE) if LISTED else first + (left + t) * TILE
         acc, peak, mass = _add_tile(
             queries, acc, peak, mass, at, here, here, k, v, sk_n, sv_n, scale, cap, d, e, in_d, in_e,
             TILE, False, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,

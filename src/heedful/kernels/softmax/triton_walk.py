@@ -5,8 +5,8 @@
     list        instead of both, for any pattern: the tokens that some row of the block sees, from anywhere
 
 Which tokens a row sees stands in four numbers a row (reach.py), or in the block's list (lists.py), read from memory:
-nothing is compiled for a length, a window or a pattern. A tile begins at a token, and its rows follow; or it is a vector
-of tokens, from a list. `read`, `numbers` and `write` take either.
+nothing is compiled for a length, a window or a pattern. A tile is the token where it starts, and those after it; from a
+list it is a vector of tokens. `read`, `numbers` and `write` take either.
 """
 
 from __future__ import annotations
