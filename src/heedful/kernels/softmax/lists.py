@@ -15,7 +15,7 @@ and get lists of queries, in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from heedful.kernels.launching import up
 from heedful.kernels.softmax.reach import recent
 from heedful.patterns import Pattern
 from heedful.segments import Layout, Segments, allowed, resolve
@@ -82,77 +83,89 @@ def lists(
 
 @lru_cache(4)
 def _unsegmented(pattern: Pattern, n: int, m: int, device: torch.device, rows: int, tile: int) -> Lists:
-    by_row, by_key = _sides(pattern, resolve(None, n, m, device), rows, tile)
-    orders, firsts = (by_row.order, by_key.order), (by_row.first, by_key.first)
-    return Lists(by_row.blocks, by_key.blocks, by_row.lists, by_key.lists, *orders, *firsts, False)
+    layout = Layout(*(x[None] for x in resolve(None, n, m, device)))
+    by_row, by_key = _sides(pattern, layout, rows, tile)
+    blocks, orders = (by_row.blocks[0], by_key.blocks[0]), (by_row.order[0], by_key.order[0])
+    return Lists(*blocks, by_row.lists, by_key.lists, *orders, by_row.first, by_key.first, False)
 
 
 def _segmented(pattern: Pattern, n: int, m: int, segments: Segments, rows: int, tile: int) -> Lists:
     layout = resolve(segments, n, m)
     lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
-    by_sequence = (x.expand(*lead, -1).reshape(prod(lead), -1) for x in layout)
-    sides = [_sides(pattern, Layout(*one), rows, tile) for one in zip(*by_sequence, strict=True)]
-    (by_row, of_rows), (by_key, of_keys) = (_joined(half, lead) for half in zip(*sides, strict=True))
-    none = by_row.new_empty(0)
-    return Lists(by_row, by_key, of_rows, of_keys, none, none, 0, 0, True)
+    flat = Layout(*(x.expand(*lead, -1).reshape(prod(lead), -1) for x in layout))
+    by_row, by_key = _sides(pattern, flat, rows, tile)
+    rows_of, keys_of = (x.blocks.view(*lead, *x.blocks.shape[1:]) for x in (by_row, by_key))
+    none = by_row.order.new_empty(0)
+    return Lists(rows_of, keys_of, by_row.lists, by_key.lists, none, none, 0, 0, True)
+
+
+class _Tokens(NamedTuple):
+    ids: Int[Tensor, "s t"]
+    positions: Int[Tensor, "s t"]
 
 
 class _Side(NamedTuple):
-    """The queries of one sequence, or its keys."""
+    """The queries of some sequences, or their keys."""
 
-    blocks: Int[Tensor, "blocks numbers"]
+    blocks: Int[Tensor, "s blocks numbers"]
     lists: List
-    order: Int[Tensor, " tokens"]
+    order: Int[Tensor, "s t"]
     first: int
 
 
 def _sides(pattern: Pattern, layout: Layout, rows: int, tile: int) -> tuple[_Side, _Side]:
-    query_ids, key_ids, i, j = layout
+    queries = _Tokens(layout.query_ids, layout.query_positions)
+    keys = _Tokens(layout.key_ids, layout.key_positions)
 
-    def seen_by(at: Tensor) -> Tensor:
-        return allowed(pattern, Layout(query_ids[at], key_ids, i[at], j))
+    def seen(queries: _Tokens, keys: _Tokens) -> Tensor:
+        return allowed(pattern, Layout(queries.ids, keys.ids, queries.positions, keys.positions))
 
-    def seeing(at: Tensor) -> Tensor:
-        return allowed(pattern, Layout(query_ids, key_ids[at], i, j[at])).mT
+    def seeing(keys: _Tokens, queries: _Tokens) -> Tensor:
+        return seen(queries, keys).mT
 
-    n, m = len(i), len(j)
-    keys, queries = torch.zeros_like(i), torch.zeros_like(j)  # how many each query sees; how many see each key
-    for at in torch.arange(n, device=i.device).split(_step(m, rows)):
-        seen = seen_by(at)
-        keys[at] = seen.sum(1)
-        queries += seen.sum(0)
-    return _side(seen_by, keys, m, rows, tile), _side(seeing, queries, n, rows, tile)
+    return _side(seen, queries, keys, rows, tile), _side(seeing, keys, queries, rows, tile)
 
 
-def _step(others: int, rows: int) -> int:
-    """How many tokens are looked at together: whole blocks."""
-    return max(1, SLAB // (rows * others)) * rows
-
-
-def _side(
-    sees: Callable[[Tensor], Bool[Tensor, "t others"]], counts: Int[Tensor, " t"], others: int, rows: int, tile: int
-) -> _Side:
-    """Blocks and lists of tokens of which each sees what `sees` says, so many in all."""
-    order, first = _order(counts)
-    rest, step = (0, -len(order) % rows), _step(others, rows)
-    places, here = F.pad(order, rest), F.pad(torch.ones_like(order, dtype=torch.bool), rest)
+def _side(sees: Callable[[_Tokens, _Tokens], Tensor], own: _Tokens, other: _Tokens, rows: int, tile: int) -> _Side:
+    """Blocks of one's own tokens and lists of the others that they see."""
+    sequences, length = own.ids.shape
+    place = torch.arange(up(length, rows), device=own.ids.device).expand(sequences, -1)
+    counts = torch.cat([seen.sum(-1) for seen in _slabs(sees, own, other, place.clamp(max=length - 1), rows)])
+    order, first = _order(counts.view(sequences, -1)[:, :length])
+    here = (place < length).reshape(-1, rows, 1)
     heads, parts, begin = [], [], 0
-    for at, real in zip(places.split(step), here.split(step), strict=True):
-        words = _words((sees(at) & real[:, None]).view(-1, rows, others))
-        head, part = _listed(words, _words(real.view(-1, rows, 1)), tile)
+    for seen in _slabs(sees, own, other, _filled(order, rows), rows):
+        real, here = here[: len(seen)], here[len(seen) :]
+        head, part = _listed(_words(seen & real), _words(real), tile)
         head[:, 0] += begin
         begin += len(part.tokens)
         heads.append(head)
         parts.append(part)
-    tokens = F.pad(torch.where(counts[order] > 0, order, ~order), rest).view(-1, rows)
-    blocks = torch.cat([tokens, torch.cat(heads)], -1).int()
-    return _Side(blocks, _concatenated(parts), order, min(-(-first // rows) * rows, len(order)))
+    blind = counts.view(sequences, -1).gather(-1, order) == 0
+    tokens = _filled(torch.where(blind, ~order, order), rows).view(sequences, -1, rows)
+    blocks = torch.cat([tokens, torch.cat(heads).view(sequences, -1, HEAD)], -1).int()
+    return _Side(blocks, List(*map(torch.cat, zip(*parts, strict=True))), order, min(up(first, rows), length))
 
 
-def _order(counts: Int[Tensor, " t"]) -> tuple[Int[Tensor, " t"], int]:
-    """A permutation: tokens that see far more than most, then the others; and how many the former are."""
-    long = counts > LONG * counts.median()
-    return (~long).byte().argsort(stable=True), int(long.sum())
+def _filled(order: Int[Tensor, "s t"], rows: int) -> Int[Tensor, "s p"]:
+    """With a token for every place of the last block, which may be any."""
+    return F.pad(order, (0, -order.shape[-1] % rows))
+
+
+def _slabs(
+    sees: Callable[[_Tokens, _Tokens], Tensor], own: _Tokens, other: _Tokens, at: Int[Tensor, "s p"], rows: int
+) -> Iterator[Bool[Tensor, "b rows others"]]:
+    """What the tokens `at` those places see, a number of blocks at a time."""
+    step = max(1, SLAB // (rows * other.ids.shape[-1]))
+    sequence = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[-1] // rows)
+    for s, here in zip(sequence.split(step), at.reshape(-1, rows).split(step), strict=True):
+        yield sees(_Tokens(*(x[s[:, None], here] for x in own)), _Tokens(*(x[s] for x in other)))
+
+
+def _order(counts: Int[Tensor, "s t"]) -> tuple[Int[Tensor, "s t"], int]:
+    """A permutation: tokens that see far more than most, then the others; and how many the former are in sequence 0."""
+    long = counts > LONG * counts.median(-1, keepdim=True).values
+    return (~long).byte().argsort(stable=True), int(long[0].sum())
 
 
 def _words(seen: Bool[Tensor, "b rows others"]) -> Int[Tensor, "b others"]:
@@ -176,17 +189,3 @@ def _listed(words: Int[Tensor, "b others"], everyone: Int[Tensor, "b 1"], tile: 
     found.tokens[place[some]] = some.nonzero()[:, 1].int()
     found.words[place[some]] = words[some]
     return torch.stack([begin, inner, length], -1), found
-
-
-def _joined(sides: Sequence[_Side], lead: torch.Size) -> tuple[Tensor, List]:
-    """The sides of all sequences as one: their lists follow each other."""
-    blocks, begin = [], 0
-    for side in sides:
-        blocks.append(side.blocks.clone())
-        blocks[-1][:, -HEAD] += begin
-        begin += len(side.lists.tokens)
-    return torch.stack(blocks).view(*lead, *blocks[0].shape), _concatenated([side.lists for side in sides])
-
-
-def _concatenated(parts: Sequence[List]) -> List:
-    return List(*(torch.cat(x) for x in zip(*parts, strict=True)))
