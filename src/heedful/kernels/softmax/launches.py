@@ -382,7 +382,7 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
         parts = plan.parts(plan.heads, first, plan.m, "queries")
         some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        dq[..., job.tables.first_rows, :] = some.sum(0).to(dq.dtype)
+        _put(dq, job.tables.first_rows, some.sum(0))
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
@@ -415,10 +415,14 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
         some_v = launching.empty((*shape, plan.e), dv)
         some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        tokens = job.tables.first_keys
-        dv[..., tokens, :] = some_v.sum(0).to(dv.dtype)
+        _put(dv, job.tables.first_keys, some_v.sum(0))
         if dk is not None and some_k is not None:
-            dk[..., tokens, :] = some_k.sum(0).to(dk.dtype)
+            _put(dk, job.tables.first_keys, some_k.sum(0))
+
+
+def _put(x: Tensor, tokens: slice | Tensor, found: Tensor) -> None:
+    """Writes rows; where tokens are listed one by one torch does not round on the way."""
+    x[..., tokens, :] = found if isinstance(tokens, slice) else found.to(x.dtype)
 
 
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
