@@ -168,9 +168,9 @@ class Plan:
         self.first_rows = where.first_rows
         self.sinks, self.global_rows = where.special
         self.D, self.E = tile_width(self.d), tile_width(min(self.e, WIDEST))
-        width = max(self.D, self.E)
         configs = configs_of(self.d, self.e, q.element_size())
         self.configs: dict[str, Config] = listed(configs) if self.listed else configs
+        self.block = self.configs["attend"].rows if self.listed else 0
         # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
         few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m
         self.first_keys = self.m if few and where.keys_may_split else where.first_keys
@@ -254,17 +254,14 @@ class Tables(NamedTuple):
 
     by_query: tuple[Tensor, Tensor, Tensor]
     by_key: tuple[Tensor, Tensor, Tensor]
-    first_rows: slice | Tensor  # the queries that are walked in parts
-    first_keys: slice | Tensor
 
 
 def _tables(plan: Plan, where: Intervals | Lists) -> Tables:
     rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
-    first = slice(plan.first_rows), slice(plan.first_keys)
     if isinstance(where, Intervals):
-        return Tables((rows, keys, rows), (rows, keys, rows), *first)  # without words
+        return Tables((rows, keys, rows), (rows, keys, rows))  # without words
     tokens, words = where.of_keys
-    return Tables((rows, *where.of_rows), (tokens, keys, words), where.row_order[first[0]], where.key_order[first[1]])
+    return Tables((rows, *where.of_rows), (tokens, keys, words))
 
 
 class Job(NamedTuple):
@@ -359,8 +356,7 @@ def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_ls
         steps = (0,) * 4 if o is None else _strides(o)
         numbers = (*steps, plan.n, first, plan.heads, parts, plan.e, plan.G, plan.P)
         grid = plan.heads * first, over(plan.e, plan.E)
-        listed = plan.configs["attend"].rows if plan.listed else 0
-        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, LISTED=listed)
+        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, LISTED=plan.block)
         return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
 
     pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.tables.by_query[0])
@@ -382,7 +378,7 @@ def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Ten
         parts = plan.parts(plan.heads, first, plan.m, "queries")
         some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        _put(dq, job.tables.first_rows, some.sum(0))
+        _add_up(plan, "dq", dq, some, job.tables.by_query[0])
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
@@ -415,14 +411,25 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
         some_v = launching.empty((*shape, plan.e), dv)
         some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        _put(dv, job.tables.first_keys, some_v.sum(0))
+        _add_up(plan, "dv", dv, some_v, job.tables.by_key[1])
         if dk is not None and some_k is not None:
-            _put(dk, job.tables.first_keys, some_k.sum(0))
+            _add_up(plan, "dk", dk, some_k, job.tables.by_key[1])
 
 
-def _put(x: Tensor, tokens: slice | Tensor, found: Tensor) -> None:
-    """Writes rows; where tokens are listed one by one torch does not round on the way."""
-    x[..., tokens, :] = found if isinstance(tokens, slice) else found.to(x.dtype)
+def _add_up(plan: Plan, name: str, x: Tensor, some: Tensor, table: Tensor) -> None:
+    """The first rows of x, (*heads, tokens, width), from their parts."""
+    parts, first, width = len(some), *some.shape[-2:]
+
+    def describe():
+        steps, shared = _strides(x), plan.P
+        if x.ndim == 4:  # of keys
+            steps, shared = (*steps[:2], 0, steps[2]), 1
+        count, W = prod(x.shape[:-2]), tile_width(min(width, WIDEST))
+        numbers = (*steps, first, count, parts, width, plan.G, shared)
+        constants = dict(PARTS=power(max(2, parts)), W=W, LISTED=plan.block)
+        return triton_rows.add_up, (count * first, over(width, W)), numbers, constants, dict(num_warps=4)
+
+    launching.launch(plan.ready, ("add up", name, x.stride(), parts), (x, some, table), describe)
 
 
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:

@@ -48,17 +48,14 @@ class List(NamedTuple):
 class Lists:
     """Blocks of queries with their lists of keys, and blocks of keys with their lists of queries.
 
-    A block's tokens come first (~i instead of i: it sees nothing), then three numbers (HEAD). The orders are those in
-    which tokens are put into blocks; first_rows and first_keys count the leading ones, whose lists are long. Sequences
-    with segments have orders of their own, and are not walked in parts: there both are 0, and the orders are empty.
+    A block's tokens come first (~i instead of i: it sees nothing), then three numbers (HEAD). first_rows and first_keys
+    count the places in the leading blocks, whose lists are long; 0 under segments, where each sequence has its own.
     """
 
     rows: Int[Tensor, "*s blocks numbers"]
     keys: Int[Tensor, "*s blocks numbers"]
     of_rows: List
     of_keys: List
-    row_order: Int[Tensor, " n"]
-    key_order: Int[Tensor, " m"]
     first_rows: int
     first_keys: int
     segmented: bool
@@ -83,83 +80,97 @@ def lists(
 
 @lru_cache(4)
 def _unsegmented(pattern: Pattern, n: int, m: int, device: torch.device, rows: int, tile: int) -> Lists:
-    layout = Layout(*(x[None] for x in resolve(None, n, m, device)))
-    by_row, by_key = _sides(pattern, layout, rows, tile)
-    blocks, orders = (by_row.blocks[0], by_key.blocks[0]), (by_row.order[0], by_key.order[0])
-    return Lists(*blocks, by_row.lists, by_key.lists, *orders, by_row.first, by_key.first, False)
+    layout = resolve(None, n, m, device)
+    queries, keys = (_Tokens(None, x[None]) for x in (layout.query_positions, layout.key_positions))
+    by_row, by_key = _sides(pattern, queries, keys, rows, tile)
+    blocks = by_row.blocks[0], by_key.blocks[0]
+    return Lists(*blocks, by_row.lists, by_key.lists, by_row.first, by_key.first, False)
 
 
 def _segmented(pattern: Pattern, n: int, m: int, segments: Segments, rows: int, tile: int) -> Lists:
     layout = resolve(segments, n, m)
     lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
     flat = Layout(*(x.expand(*lead, -1).reshape(prod(lead), -1) for x in layout))
-    by_row, by_key = _sides(pattern, flat, rows, tile)
+    queries, keys = _Tokens(flat.query_ids, flat.query_positions), _Tokens(flat.key_ids, flat.key_positions)
+    by_row, by_key = _sides(pattern, queries, keys, rows, tile)
     rows_of, keys_of = (x.blocks.view(*lead, *x.blocks.shape[1:]) for x in (by_row, by_key))
-    none = by_row.order.new_empty(0)
-    return Lists(rows_of, keys_of, by_row.lists, by_key.lists, none, none, 0, 0, True)
+    return Lists(rows_of, keys_of, by_row.lists, by_key.lists, 0, 0, True)
 
 
 class _Tokens(NamedTuple):
-    ids: Int[Tensor, "s t"]
+    """Some of each sequence; ids are None where there are no segments."""
+
+    ids: Int[Tensor, "s t"] | None
     positions: Int[Tensor, "s t"]
+
+    def at(self, *index: Tensor) -> _Tokens:
+        return _Tokens(None if self.ids is None else self.ids[index], self.positions[index])
+
+
+Sees = Callable[[_Tokens, _Tokens], Bool[Tensor, "s own others"]]
 
 
 class _Side(NamedTuple):
-    """The queries of some sequences, or their keys."""
+    """The queries of all sequences, or their keys."""
 
     blocks: Int[Tensor, "s blocks numbers"]
     lists: List
-    order: Int[Tensor, "s t"]
     first: int
 
 
-def _sides(pattern: Pattern, layout: Layout, rows: int, tile: int) -> tuple[_Side, _Side]:
-    queries = _Tokens(layout.query_ids, layout.query_positions)
-    keys = _Tokens(layout.key_ids, layout.key_positions)
-
+def _sides(pattern: Pattern, queries: _Tokens, keys: _Tokens, rows: int, tile: int) -> tuple[_Side, _Side]:
     def seen(queries: _Tokens, keys: _Tokens) -> Tensor:
+        if queries.ids is None or keys.ids is None:
+            return pattern.allows(queries.positions[..., None], keys.positions[..., None, :])
         return allowed(pattern, Layout(queries.ids, keys.ids, queries.positions, keys.positions))
 
     def seeing(keys: _Tokens, queries: _Tokens) -> Tensor:
         return seen(queries, keys).mT
 
-    return _side(seen, queries, keys, rows, tile), _side(seeing, keys, queries, rows, tile)
+    some, others = _counts(seen, queries, keys, rows)
+    return _side(seen, queries, keys, some, rows, tile), _side(seeing, keys, queries, others, rows, tile)
 
 
-def _side(sees: Callable[[_Tokens, _Tokens], Tensor], own: _Tokens, other: _Tokens, rows: int, tile: int) -> _Side:
-    """Blocks of one's own tokens and lists of the others that they see."""
-    sequences, length = own.ids.shape
-    place = torch.arange(up(length, rows), device=own.ids.device).expand(sequences, -1)
-    counts = torch.cat([seen.sum(-1) for seen in _slabs(sees, own, other, place.clamp(max=length - 1), rows)])
-    order, first = _order(counts.view(sequences, -1)[:, :length])
-    here = (place < length).reshape(-1, rows, 1)
+def _counts(sees: Sees, own: _Tokens, other: _Tokens, rows: int) -> tuple[Int[Tensor, "s t"], Int[Tensor, "s u"]]:
+    """How many of the others each token sees, and how many tokens see each of the others."""
+    sequences, length = own.positions.shape
+    found, others = [], torch.zeros_like(other.positions)
+    place = torch.arange(length, device=own.positions.device).expand(sequences, -1)
+    for sequence, real, seen in _slabs(sees, own, other, place, rows):
+        seen = seen & real
+        found.append(seen.sum(-1))
+        others.index_add_(0, sequence, seen.sum(-2))
+    return torch.cat(found).view(sequences, -1)[:, :length], others
+
+
+def _side(sees: Sees, own: _Tokens, other: _Tokens, counts: Int[Tensor, "s t"], rows: int, tile: int) -> _Side:
+    """Blocks of one's own tokens, and lists of the others that they see."""
+    order, first = _order(counts)
     heads, parts, begin = [], [], 0
-    for seen in _slabs(sees, own, other, _filled(order, rows), rows):
-        real, here = here[: len(seen)], here[len(seen) :]
+    for _, real, seen in _slabs(sees, own, other, order, rows):
         head, part = _listed(_words(seen & real), _words(real), tile)
         head[:, 0] += begin
         begin += len(part.tokens)
         heads.append(head)
         parts.append(part)
-    blind = counts.view(sequences, -1).gather(-1, order) == 0
-    tokens = _filled(torch.where(blind, ~order, order), rows).view(sequences, -1, rows)
+    sequences, length = order.shape
+    tokens = torch.where(counts.gather(-1, order) > 0, order, ~order)
+    tokens = F.pad(tokens, (0, -length % rows)).view(sequences, -1, rows)
     blocks = torch.cat([tokens, torch.cat(heads).view(sequences, -1, HEAD)], -1).int()
-    return _Side(blocks, List(*map(torch.cat, zip(*parts, strict=True))), order, min(up(first, rows), length))
-
-
-def _filled(order: Int[Tensor, "s t"], rows: int) -> Int[Tensor, "s p"]:
-    """With a token for every place of the last block, which may be any."""
-    return F.pad(order, (0, -order.shape[-1] % rows))
+    return _Side(blocks, List(*map(torch.cat, zip(*parts, strict=True))), min(up(first, rows), length))
 
 
 def _slabs(
-    sees: Callable[[_Tokens, _Tokens], Tensor], own: _Tokens, other: _Tokens, at: Int[Tensor, "s p"], rows: int
-) -> Iterator[Bool[Tensor, "b rows others"]]:
-    """What the tokens `at` those places see, a number of blocks at a time."""
-    step = max(1, SLAB // (rows * other.ids.shape[-1]))
-    sequence = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[-1] // rows)
-    for s, here in zip(sequence.split(step), at.reshape(-1, rows).split(step), strict=True):
-        yield sees(_Tokens(*(x[s[:, None], here] for x in own)), _Tokens(*(x[s] for x in other)))
+    sees: Sees, own: _Tokens, other: _Tokens, order: Int[Tensor, "s t"], rows: int
+) -> Iterator[tuple[Int[Tensor, " b"], Bool[Tensor, "b rows 1"], Bool[Tensor, "b rows others"]]]:
+    """Tokens in that order, a number of blocks at a time: their sequences, which rows are there, and what those see."""
+    sequences, length = order.shape
+    step = max(1, SLAB // (rows * other.positions.shape[-1]))
+    filled = F.pad(order, (0, -length % rows)).view(-1, rows)  # the last rows of the last block may be any
+    place = torch.arange(filled.numel() // sequences, device=order.device).repeat(sequences).view(-1, rows, 1)
+    sequence = torch.arange(sequences, device=order.device).repeat_interleave(len(filled) // sequences)
+    for s, at, real in zip(sequence.split(step), filled.split(step), (place < length).split(step), strict=True):
+        yield s, real, sees(own.at(s[:, None], at), other.at(s))
 
 
 def _order(counts: Int[Tensor, "s t"]) -> tuple[Int[Tensor, "s t"], int]:
@@ -169,9 +180,13 @@ def _order(counts: Int[Tensor, "s t"]) -> tuple[Int[Tensor, "s t"], int]:
 
 
 def _words(seen: Bool[Tensor, "b rows others"]) -> Int[Tensor, "b others"]:
-    """Bit r of a word is what row r of its block says."""
-    place = torch.arange(seen.shape[1], device=seen.device)[:, None]
-    return (seen.long() << place).sum(1)
+    """Bit r of a word is what row r of its block says; by bytes, since wider numbers are more to move."""
+    blocks, rows, others = seen.shape
+    place = torch.arange(8, dtype=torch.uint8, device=seen.device)[:, None]
+    octets = (seen.byte().reshape(blocks, rows // 8, 8, others) << place).sum(2, dtype=torch.uint8)
+    words = octets.new_zeros(blocks, others, 8)
+    words[..., : rows // 8] = octets.mT
+    return words.view(torch.int64).squeeze(-1)
 
 
 def _listed(words: Int[Tensor, "b others"], everyone: Int[Tensor, "b 1"], tile: int) -> tuple[Tensor, List]:

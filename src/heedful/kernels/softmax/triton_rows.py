@@ -123,6 +123,16 @@ def statistics(
     tl.store(places + at, tl.where(sighted, where, -1), mask=here)
 
 
+@triton.jit
+def _token(rows, i, LISTED: tl.constexpr):
+    """Which token the parts of row i belong to: they lie in the order of blocks, each of LISTED rows."""
+    if LISTED:
+        token = tl.load(rows + i // LISTED * (LISTED + HEAD) + i % LISTED).to(tl.int64)
+        return tl.where(token < 0, ~token, token)
+    else:
+        return i
+
+
 @triton.jit(do_not_specialize=["n", "first", "heads", "parts", "G", "P"])
 def merge(
     o, lse, some_o, some_lse, rows, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
@@ -139,9 +149,7 @@ def merge(
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.exp2(level - peak)
     mass = tl.sum(weight, 0)
-    if LISTED:  # the parts lie in the order of blocks of so many rows
-        i = tl.load(rows + i // LISTED * (LISTED + HEAD) + i % LISTED)
-        i = tl.where(i < 0, ~i, i)
+    i = _token(rows, i, LISTED)
     tl.store(lse + head.to(tl.int64) * n + i, tl.where(mass > 0, peak + tl.log2(mass), float("inf")))
     if VALUES:
         weight = weight / tl.where(mass > 0, mass, 1.0)
@@ -151,3 +159,20 @@ def merge(
         out = tl.sum(values * weight[:, None], 0)
         o += (head // P // G).to(tl.int64) * so_b + (head // P % G).to(tl.int64) * so_g + (head % P).to(tl.int64) * so_p
         tl.store(o + i * so_n + column, out.to(o.dtype.element_ty), mask=column < e)
+
+
+@triton.jit(do_not_specialize=["first", "heads", "parts", "G", "P"])
+def add_up(
+    x, some, rows, sx_b, sx_g, sx_p, sx_n, first, heads, parts, width, G, P,
+    PARTS: tl.constexpr, W: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Parts of the gradients of the first rows made one: their sum, in a fixed order."""
+    i = tl.program_id(0) % first
+    head = tl.program_id(0) // first
+    part = tl.arange(0, PARTS)
+    column = tl.program_id(1) * W + tl.arange(0, W)
+    at = (part * heads + head).to(tl.int64) * first + i
+    wanted = (part < parts)[:, None] & (column < width)[None, :]
+    total = tl.sum(tl.load(some + at[:, None] * width + column[None, :], mask=wanted, other=0.0), 0)
+    x += (head // P // G).to(tl.int64) * sx_b + (head // P % G).to(tl.int64) * sx_g + (head % P).to(tl.int64) * sx_p
+    tl.store(x + _token(rows, i, LISTED) * sx_n + column, total.to(x.dtype.element_ty), mask=column < width)
