@@ -19,6 +19,7 @@ def small_tiles(monkeypatch):
 
     small = launches.Config(16, 16, 4, 1)
     monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
+    monkeypatch.setattr(launches, "LISTED", {})
     monkeypatch.setattr(launching, "empty", poisoned)
     monkeypatch.setattr(launches, "PLANS", {})
     return launches

@@ -223,7 +223,7 @@ def _where(q, k, v, pattern: Pattern, segments: Segments | None) -> Intervals | 
     reach = Reach.of(pattern)
     if reach is not None and _are_intervals(pattern, segments):
         return intervals(reach, n, m, segments, q.device)
-    configs = launches.listed(launches.configs_of(q.shape[-1], v.shape[-1], q.element_size()))
+    configs = launches.listed_configs(q.shape[-1], v.shape[-1], q.element_size())
     rows, tile = configs["attend"].rows, max(config.tile for config in configs.values())
     return lists(pattern, n, m, segments, q.device, rows, tile)
 

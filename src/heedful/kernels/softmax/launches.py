@@ -64,26 +64,33 @@ CONFIGS = {
     (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
+# For lists where others are better: stages for loads that wait for the tokens that say where, four warps for 64 rows.
+LISTED = {
+    (64, 2): dict(queries=Config(64, 32, 4, 5), keys=Config(64, 64, 4, 3)),
+    (128, 2): dict(queries=Config(64, 64, 4, 3), keys=Config(64, 32, 4, 3), adjoint=Config(64, 64, 4, 2)),
+    (64, 4): dict(attend=Config(64, 64, 4, 3), queries=Config(64, 32, 4, 3), keys=Config(64, 32, 4, 1)),
+}
 PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
 FEW = 8  # times as many queries as keys, for keys to be called few
 PARTS = 64  # and the most of them: one program adds them up
 
 
 def configs_of(d: int, e: int, size: int) -> dict[str, Config]:
-    """The table's row for keys and values so wide, of elements of so many bytes."""
-    return CONFIGS[max(tile_width(d), tile_width(min(e, WIDEST))), size]
+    """The table's entry for keys and values so wide, of elements of so many bytes."""
+    return CONFIGS[max(tile_width(d), tile_width(e)), size]
 
 
-def tile_width(width: int) -> int:
-    """The columns of a tile."""
-    return max(NARROWEST, power(width))
-
-
-def listed(configs: dict[str, Config]) -> dict[str, Config]:
+def listed_configs(d: int, e: int, size: int) -> dict[str, Config]:
     """The same for lists: all programs walk the same blocks of rows, no more than a word has bits."""
+    configs = configs_of(d, e, size) | LISTED.get((max(tile_width(d), tile_width(e)), size), {})
     used = {name: configs[name] for name in ("attend", "queries", "keys", "adjoint")}
     rows = min(MOST_ROWS, *(config.rows for config in used.values()))
     return {name: config._replace(rows=rows) for name, config in used.items()}
+
+
+def tile_width(width: int) -> int:
+    """The columns of a tile; wider values are for several programs."""
+    return max(NARROWEST, power(min(width, WIDEST)))
 
 
 class Heads(NamedTuple):
@@ -167,10 +174,10 @@ class Plan:
         self.tables_at = ((*rows, 0, 0), (0, 0, *keys)) if self.listed else ((*rows, *keys),) * 2
         self.first_rows = where.first_rows
         self.sinks, self.global_rows = where.special
-        self.D, self.E = tile_width(self.d), tile_width(min(self.e, WIDEST))
-        configs = configs_of(self.d, self.e, q.element_size())
-        self.configs: dict[str, Config] = listed(configs) if self.listed else configs
-        self.block = self.configs["attend"].rows if self.listed else 0
+        self.D, self.E = tile_width(self.d), tile_width(self.e)
+        kind = self.d, self.e, q.element_size()
+        self.configs: dict[str, Config] = listed_configs(*kind) if self.listed else configs_of(*kind)
+        self.block = self.configs["attend"].rows if self.listed else 0  # rows of a block of the lists
         # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
         few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m
         self.first_keys = self.m if few and where.keys_may_split else where.first_keys
@@ -356,7 +363,7 @@ def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_ls
         steps = (0,) * 4 if o is None else _strides(o)
         numbers = (*steps, plan.n, first, plan.heads, parts, plan.e, plan.G, plan.P)
         grid = plan.heads * first, over(plan.e, plan.E)
-        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, LISTED=plan.block)
+        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, BLOCK=plan.block)
         return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
 
     pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.tables.by_query[0])
@@ -424,9 +431,9 @@ def _add_up(plan: Plan, name: str, x: Tensor, some: Tensor, table: Tensor) -> No
         steps, shared = _strides(x), plan.P
         if x.ndim == 4:  # of keys
             steps, shared = (*steps[:2], 0, steps[2]), 1
-        count, W = prod(x.shape[:-2]), tile_width(min(width, WIDEST))
+        count, W = prod(x.shape[:-2]), tile_width(width)
         numbers = (*steps, first, count, parts, width, plan.G, shared)
-        constants = dict(PARTS=power(max(2, parts)), W=W, LISTED=plan.block)
+        constants = dict(PARTS=power(max(2, parts)), W=W, BLOCK=plan.block)
         return triton_rows.add_up, (count * first, over(width, W)), numbers, constants, dict(num_warps=4)
 
     launching.launch(plan.ready, ("add up", name, x.stride(), parts), (x, some, table), describe)

@@ -124,10 +124,10 @@ def statistics(
 
 
 @triton.jit
-def _token(rows, i, LISTED: tl.constexpr):
-    """Which token the parts of row i belong to: they lie in the order of blocks, each of LISTED rows."""
-    if LISTED:
-        token = tl.load(rows + i // LISTED * (LISTED + HEAD) + i % LISTED).to(tl.int64)
+def _token(rows, i, BLOCK: tl.constexpr):
+    """Which token the parts of row i belong to; with lists they lie in the order of blocks, of so many rows each."""
+    if BLOCK:
+        token = tl.load(rows + i // BLOCK * (BLOCK + HEAD) + i % BLOCK).to(tl.int64)
         return tl.where(token < 0, ~token, token)
     else:
         return i
@@ -136,7 +136,7 @@ def _token(rows, i, LISTED: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "first", "heads", "parts", "G", "P"])
 def merge(
     o, lse, some_o, some_lse, rows, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
-    PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr, LISTED: tl.constexpr,
+    PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Parts of the first rows made one: lse = log₂ Σ 2^lse_p,  o = Σ 2^(lse_p − lse) o_p."""
     i = tl.program_id(0) % first
@@ -149,7 +149,7 @@ def merge(
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.exp2(level - peak)
     mass = tl.sum(weight, 0)
-    i = _token(rows, i, LISTED)
+    i = _token(rows, i, BLOCK)
     tl.store(lse + head.to(tl.int64) * n + i, tl.where(mass > 0, peak + tl.log2(mass), float("inf")))
     if VALUES:
         weight = weight / tl.where(mass > 0, mass, 1.0)
@@ -164,7 +164,7 @@ def merge(
 @triton.jit(do_not_specialize=["first", "heads", "parts", "G", "P"])
 def add_up(
     x, some, rows, sx_b, sx_g, sx_p, sx_n, first, heads, parts, width, G, P,
-    PARTS: tl.constexpr, W: tl.constexpr, LISTED: tl.constexpr,
+    PARTS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Parts of the gradients of the first rows made one: their sum, in a fixed order."""
     i = tl.program_id(0) % first
@@ -175,4 +175,4 @@ def add_up(
     wanted = (part < parts)[:, None] & (column < width)[None, :]
     total = tl.sum(tl.load(some + at[:, None] * width + column[None, :], mask=wanted, other=0.0), 0)
     x += (head // P // G).to(tl.int64) * sx_b + (head // P % G).to(tl.int64) * sx_g + (head % P).to(tl.int64) * sx_p
-    tl.store(x + _token(rows, i, LISTED) * sx_n + column, total.to(x.dtype.element_ty), mask=column < width)
+    tl.store(x + _token(rows, i, BLOCK) * sx_n + column, total.to(x.dtype.element_ty), mask=column < width)
