@@ -18,8 +18,9 @@ def small_tiles(monkeypatch):
     from heedful.kernels.softmax import launches
 
     small = launches.Config(16, 16, 4, 1)
-    monkeypatch.setattr(launches, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in launches.CONFIGS.items()})
-    monkeypatch.setattr(launches, "LISTED", {})
+    for table in ("CONFIGS", "LISTED"):
+        small_ones = {kind: dict.fromkeys(x, small) for kind, x in getattr(launches, table).items()}
+        monkeypatch.setattr(launches, table, small_ones)
     monkeypatch.setattr(launching, "empty", poisoned)
     monkeypatch.setattr(launches, "PLANS", {})
     return launches

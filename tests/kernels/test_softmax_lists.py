@@ -230,6 +230,17 @@ def test_lists_made_without_gradients_serve_where_there_are(fused):
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
+def test_a_pattern_without_a_hash_is_refused(fused):
+    @dataclass
+    class Loose(h.Pattern):
+        def allows(self, i, j):
+            return j <= i
+
+    q, k, v = draw(n=12, dtype=torch.float32)
+    for pattern in (Loose(), Loose() | h.Window(3)):
+        assert "no hash" in " ".join(fused.objections(q, k, v, SoftmaxRows(), pattern, None, 1.0))
+
+
 def test_the_dispatcher_says_who_takes_what():
     assert Reach.of(BIGBIRD) is None and Reach.of(FIXED) is None
     q, k, v = draw(n=12, dtype=torch.float32)

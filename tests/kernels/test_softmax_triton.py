@@ -333,8 +333,8 @@ def test_what_it_cannot_take_it_says(kernels):
     assert said(segments=apart) == ""
     assert "interrupted" in " ".join(fused.about_intervals(q, k, v, h.Window(3), apart))
     long = torch.empty(1, 131073, 8, device="meta")
-    assert "17180131329 pairs" in " ".join(fused._about_lists(long, long, None))
-    assert fused._about_lists(q, k, apart) == []
+    assert "17180131329 pairs" in " ".join(fused._about_lists(long, long, h.Strided(3), None))
+    assert fused._about_lists(q, k, h.Strided(3), apart) == []
     each = torch.zeros(2, 2, 12, dtype=torch.long, device=DEVICE)
     assert said(segments=each) == ""
     assert "share keys" in said(segments=each, inputs=(q, k[:, :1], v[:, :1]))

@@ -140,7 +140,7 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=N
     if segments is not None and not why:
         why += _about_shared_heads(q, k, v, segments)
     if not why and not _are_intervals(pattern, segments):
-        why += _about_lists(q, k, segments)
+        why += _about_lists(q, k, pattern, segments)
     if v.shape[-1] > WIDEST and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         why.append(f"gradients with values wider than {WIDEST} are not computed here")
     if 0 in v.shape:
@@ -191,7 +191,11 @@ def _about_shared_heads(q, k, v, segments: Segments) -> list[str]:
     return []
 
 
-def _about_lists(q, k, segments: Segments | None) -> list[str]:
+def _about_lists(q, k, pattern: Pattern, segments: Segments | None) -> list[str]:
+    try:
+        hash(pattern)
+    except TypeError:
+        return ["lists are kept by pattern, and this one has no hash, as a frozen dataclass would have"]
     parts = () if segments is None else segments if isinstance(segments, tuple) else (segments,)
     sequences = prod(broadcast_shapes((), *(x.shape[:-1] for x in parts)))
     pairs = sequences * q.shape[-2] * k.shape[-2]
@@ -223,7 +227,7 @@ def _where(q, k, v, pattern: Pattern, segments: Segments | None) -> Intervals | 
     reach = Reach.of(pattern)
     if reach is not None and _are_intervals(pattern, segments):
         return intervals(reach, n, m, segments, q.device)
-    configs = launches.listed_configs(q.shape[-1], v.shape[-1], q.element_size())
+    configs = launches.LISTED[launches.kind_of(q, v)]
     rows, tile = configs["attend"].rows, max(config.tile for config in configs.values())
     return lists(pattern, n, m, segments, q.device, rows, tile)
 

@@ -64,28 +64,30 @@ CONFIGS = {
     (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
-# For lists where others are better: stages for loads that wait for the tokens that say where, four warps for 64 rows.
-LISTED = {
+# Where lists want others: stages for loads that wait for the tokens that say where to load, four warps for 64 rows.
+OTHERS = {
     (64, 2): dict(queries=Config(64, 32, 4, 5), keys=Config(64, 64, 4, 3)),
     (128, 2): dict(queries=Config(64, 64, 4, 3), keys=Config(64, 32, 4, 3), adjoint=Config(64, 64, 4, 2)),
     (64, 4): dict(attend=Config(64, 64, 4, 3), queries=Config(64, 32, 4, 3), keys=Config(64, 32, 4, 1)),
 }
+
+
+def _for_lists(configs: dict[str, Config]) -> dict[str, Config]:
+    """All programs walk the same blocks of rows, no more than a word has bits."""
+    used = {name: config for name, config in configs.items() if name != "statistics"}
+    rows = min(MOST_ROWS, *(config.rows for config in used.values()))
+    return {name: config._replace(rows=rows) for name, config in used.items()}
+
+
+LISTED = {kind: _for_lists(configs | OTHERS.get(kind, {})) for kind, configs in CONFIGS.items()}
 PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
 FEW = 8  # times as many queries as keys, for keys to be called few
 PARTS = 64  # and the most of them: one program adds them up
 
 
-def configs_of(d: int, e: int, size: int) -> dict[str, Config]:
-    """The table's entry for keys and values so wide, of elements of so many bytes."""
-    return CONFIGS[max(tile_width(d), tile_width(e)), size]
-
-
-def listed_configs(d: int, e: int, size: int) -> dict[str, Config]:
-    """The same for lists: all programs walk the same blocks of rows, no more than a word has bits."""
-    configs = configs_of(d, e, size) | LISTED.get((max(tile_width(d), tile_width(e)), size), {})
-    used = {name: configs[name] for name in ("attend", "queries", "keys", "adjoint")}
-    rows = min(MOST_ROWS, *(config.rows for config in used.values()))
-    return {name: config._replace(rows=rows) for name, config in used.items()}
+def kind_of(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """The key of the tables."""
+    return max(tile_width(q.shape[-1]), tile_width(v.shape[-1])), q.element_size()
 
 
 def tile_width(width: int) -> int:
@@ -175,8 +177,7 @@ class Plan:
         self.first_rows = where.first_rows
         self.sinks, self.global_rows = where.special
         self.D, self.E = tile_width(self.d), tile_width(self.e)
-        kind = self.d, self.e, q.element_size()
-        self.configs: dict[str, Config] = listed_configs(*kind) if self.listed else configs_of(*kind)
+        self.configs: dict[str, Config] = (LISTED if self.listed else CONFIGS)[kind_of(q, v)]
         self.block = self.configs["attend"].rows if self.listed else 0  # rows of a block of the lists
         # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
         few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m

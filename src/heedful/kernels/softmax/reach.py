@@ -47,22 +47,32 @@ class Reach:
     @classmethod
     def of(cls, pattern: Pattern) -> Reach | None:
         """The pattern's numbers; None where six do not describe it."""
-        match pattern:
-            case Full():
-                return cls()
-            case Causal():
-                return cls(after=0, limit=0)
-            case Window(before, after, sinks):
-                return cls(before, after, sinks=sinks, limit=after)
-            case Blocks(size):
-                return cls(block=size)
-            case Global(indices) if indices == tuple(range(len(indices))):
-                return cls(-1, -1, sinks=len(indices), heads=len(indices))
-            case _And(left, right):
-                return _both(cls.of(left), cls.of(right))
-            case _Or(left, right):
-                return _either(cls.of(left), cls.of(right))
-        return None
+        try:
+            return _known(pattern)
+        except TypeError:  # no hash
+            return _numbers(pattern)
+
+
+def _numbers(pattern: Pattern) -> Reach | None:
+    match pattern:
+        case Full():
+            return Reach()
+        case Causal():
+            return Reach(after=0, limit=0)
+        case Window(before, after, sinks):
+            return Reach(before, after, sinks=sinks, limit=after)
+        case Blocks(size):
+            return Reach(block=size)
+        case Global(indices) if indices == tuple(range(len(indices))):
+            return Reach(-1, -1, sinks=len(indices), heads=len(indices))
+        case _And(left, right):
+            return _both(_numbers(left), _numbers(right))
+        case _Or(left, right):
+            return _either(_numbers(left), _numbers(right))
+    return None
+
+
+_known = lru_cache(64)(_numbers)  # each call asks, and asking takes as long as a launch
 
 
 def _both(x: Reach | None, y: Reach | None) -> Reach | None:
