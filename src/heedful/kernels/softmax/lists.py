@@ -15,14 +15,13 @@ and get lists of queries, in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from heedful.kernels.launching import up
 from heedful.kernels.softmax.reach import recent
@@ -103,7 +102,7 @@ class _Tokens(NamedTuple):
     ids: Int[Tensor, "s t"] | None
     positions: Int[Tensor, "s t"]
 
-    def at(self, *index: Tensor) -> _Tokens:
+    def at(self, *index: Tensor | slice) -> _Tokens:
         return _Tokens(None if self.ids is None else self.ids[index], self.positions[index])
 
 
@@ -121,56 +120,45 @@ class _Side(NamedTuple):
 def _sides(pattern: Pattern, queries: _Tokens, keys: _Tokens, rows: int, tile: int) -> tuple[_Side, _Side]:
     def seen(queries: _Tokens, keys: _Tokens) -> Tensor:
         if queries.ids is None or keys.ids is None:
-            return pattern.allows(queries.positions[..., None], keys.positions[..., None, :])
+            i, j = queries.positions[..., None], keys.positions[..., None, :]
+            return pattern.allows(i, j).expand(broadcast_shapes(i.shape, j.shape))
         return allowed(pattern, Layout(queries.ids, keys.ids, queries.positions, keys.positions))
 
     def seeing(keys: _Tokens, queries: _Tokens) -> Tensor:
         return seen(queries, keys).mT
 
-    some, others = _counts(seen, queries, keys, rows)
+    some, others = _counts(seen, queries, keys)
     return _side(seen, queries, keys, some, rows, tile), _side(seeing, keys, queries, others, rows, tile)
 
 
-def _counts(sees: Sees, own: _Tokens, other: _Tokens, rows: int) -> tuple[Int[Tensor, "s t"], Int[Tensor, "s u"]]:
+def _counts(sees: Sees, own: _Tokens, other: _Tokens) -> tuple[Int[Tensor, "s t"], Int[Tensor, "s u"]]:
     """How many of the others each token sees, and how many tokens see each of the others."""
-    sequences, length = own.positions.shape
     found, others = [], torch.zeros_like(other.positions)
-    place = torch.arange(length, device=own.positions.device).expand(sequences, -1)
-    for sequence, real, seen in _slabs(sees, own, other, place, rows):
-        seen = seen & real
+    tokens = torch.arange(own.positions.shape[-1], device=others.device)
+    for at in tokens.split(max(1, SLAB // others.numel())):
+        seen = sees(own.at(slice(None), at), other)
         found.append(seen.sum(-1))
-        others.index_add_(0, sequence, seen.sum(-2))
-    return torch.cat(found).view(sequences, -1)[:, :length], others
+        others += seen.sum(-2)
+    return torch.cat(found, -1), others
 
 
 def _side(sees: Sees, own: _Tokens, other: _Tokens, counts: Int[Tensor, "s t"], rows: int, tile: int) -> _Side:
     """Blocks of one's own tokens, and lists of the others that they see."""
     order, first = _order(counts)
+    sequences, length = order.shape
+    filled = torch.cat([order, order[:, -1:].expand(-1, -length % rows)], -1)  # the last token fills the last block
+    sequence = torch.arange(sequences, device=order.device).repeat_interleave(filled.shape[-1] // rows)
+    step = max(1, SLAB // (rows * other.positions.shape[-1]))
     heads, parts, begin = [], [], 0
-    for _, real, seen in _slabs(sees, own, other, order, rows):
-        head, part = _listed(_words(seen & real), _words(real), tile)
+    for s, at in zip(sequence.split(step), filled.view(-1, rows).split(step), strict=True):
+        head, part = _listed(_words(sees(own.at(s[:, None], at), other.at(s))), rows, tile)
         head[:, 0] += begin
         begin += len(part.tokens)
         heads.append(head)
         parts.append(part)
-    sequences, length = order.shape
-    tokens = torch.where(counts.gather(-1, order) > 0, order, ~order)
-    tokens = F.pad(tokens, (0, -length % rows)).view(sequences, -1, rows)
+    tokens = torch.where(counts.gather(-1, filled) > 0, filled, ~filled).view(sequences, -1, rows)
     blocks = torch.cat([tokens, torch.cat(heads).view(sequences, -1, HEAD)], -1).int()
     return _Side(blocks, List(*map(torch.cat, zip(*parts, strict=True))), min(up(first, rows), length))
-
-
-def _slabs(
-    sees: Sees, own: _Tokens, other: _Tokens, order: Int[Tensor, "s t"], rows: int
-) -> Iterator[tuple[Int[Tensor, " b"], Bool[Tensor, "b rows 1"], Bool[Tensor, "b rows others"]]]:
-    """Tokens in that order, a number of blocks at a time: their sequences, which rows are there, and what those see."""
-    sequences, length = order.shape
-    step = max(1, SLAB // (rows * other.positions.shape[-1]))
-    filled = F.pad(order, (0, -length % rows)).view(-1, rows)  # the last rows of the last block may be any
-    place = torch.arange(filled.numel() // sequences, device=order.device).repeat(sequences).view(-1, rows, 1)
-    sequence = torch.arange(sequences, device=order.device).repeat_interleave(len(filled) // sequences)
-    for s, at, real in zip(sequence.split(step), filled.split(step), (place < length).split(step), strict=True):
-        yield s, real, sees(own.at(s[:, None], at), other.at(s))
 
 
 def _order(counts: Int[Tensor, "s t"]) -> tuple[Int[Tensor, "s t"], int]:
@@ -189,10 +177,10 @@ def _words(seen: Bool[Tensor, "b rows others"]) -> Int[Tensor, "b others"]:
     return words.view(torch.int64).squeeze(-1)
 
 
-def _listed(words: Int[Tensor, "b others"], everyone: Int[Tensor, "b 1"], tile: int) -> tuple[Tensor, List]:
+def _listed(words: Int[Tensor, "b others"], rows: int, tile: int) -> tuple[Tensor, List]:
     """HEAD for each block, and the lists: whole tiles of tokens that all its rows see, then the others."""
     some = words != 0
-    full = some & (words == everyone)
+    full = words == (-1 if rows == 64 else (1 << rows) - 1)
     full &= full.cumsum(-1) <= full.sum(-1, keepdim=True) // tile * tile  # the rest of a tile goes with the others
     partial = some & ~full
     inner, outer = full.sum(-1), partial.sum(-1)
