@@ -42,7 +42,7 @@ def _load(*names):
         return tuple(importlib.import_module(f"{base}.{name}") for name in names)
 
 
-fused, launches, rows, products = _load("fused", "launches", "rows", "products")
+fused, launches, lists, rows, products = _load("fused", "launches", "lists", "rows", "products")
 torch._dynamo.config.recompile_limit = 64  # the peer is compiled for each mask and length
 from heedful.patterns import Blocks, Causal, Full, Global, RandomBlocks, SparseFixed, Window  # noqa: E402
 from heedful.segments import visible  # noqa: E402
@@ -427,11 +427,12 @@ WORK = {
     "window 512, fp16": dict(B=1, n=65536, pattern=WINDOW, dtype=half),
     "window 512, fp32": dict(B=1, n=16384, pattern=WINDOW, dtype=single),
     "causal, B4 N8192": dict(B=4, n=8192, pattern=Causal(), sdpa=True),
-    "bigbird, B1 N8192": dict(B=1, n=8192, pattern=BIGBIRD, flex="bigbird"),
-    "sparse-fixed, B1 N8192": dict(B=1, n=8192, pattern=SPARSE_FIXED, flex="sparse-fixed"),
+    "bigbird, B1 N8192": dict(B=1, n=8192, pattern=BIGBIRD, flex="bigbird", mask=True),
+    "sparse-fixed, B1 N8192": dict(B=1, n=8192, pattern=SPARSE_FIXED, flex="sparse-fixed", mask=True),
     "bigbird, B1 N32768": dict(B=1, n=32768, pattern=BIGBIRD),
     "sparse-fixed, B1 N32768": dict(B=1, n=32768, pattern=SPARSE_FIXED),
-    "sparse-fixed, fp32, B1 N8192": dict(B=1, n=8192, pattern=SPARSE_FIXED, dtype=single),
+    "bigbird, fp32, B1 N8192": dict(B=1, n=8192, pattern=BIGBIRD, dtype=single, mask=True),
+    "sparse-fixed, fp32, B1 N8192": dict(B=1, n=8192, pattern=SPARSE_FIXED, dtype=single, mask=True),
 }
 MODS = {
     "window": lambda b, h, i, j: (j <= i) & (i - j <= 511),
@@ -494,6 +495,25 @@ def flex(name, n):
     return lambda q, k, v: run(q, k, v, block_mask=mask)
 
 
+def with_mask(pattern, q):
+    """Torch's kernel with a dense mask, which heads share."""
+    n = q.shape[-2]
+    hidden = ~visible(pattern, n, n, None, q.device)
+    mask = torch.zeros(n, n, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf).expand(*q.shape[:2], n, n)
+    return lambda q, k, v: sdpa(q, k, v, mask)
+
+
+def making(pattern, n) -> float:
+    """ms until the lists of a pattern are made, the second time that anything like it is."""
+    for _ in range(2):
+        lists._unsegmented.cache_clear()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        lists.lists(pattern, n, n, None, torch.device("cuda", torch.cuda.current_device()), 64, 64)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
 def bench(until=185.0) -> list:
     results = []
     for name, work in WORK.items():
@@ -501,6 +521,11 @@ def bench(until=185.0) -> list:
         row = dict(work=name)
         line = f"{name:40s}"
         forms = {"here": lambda q, k, v, p=pattern, s=segments, w=work: attend(q, k, v, p, s, softcap=w.get("softcap"))}
+        if not fused._are_intervals(pattern, segments):
+            row["lists_ms"] = making(pattern, work["n"])
+            line += f" lists in {row['lists_ms']:.0f} ms "
+        if "mask" in work:
+            forms["mask"] = with_mask(pattern, inputs[0])
         if "sdpa" in work:
             forms["sdpa"] = lambda q, k, v: sdpa(q, k, v, is_causal=True)
         if "flex" in work and time.monotonic() - BEGAN < until - 15:
