@@ -77,7 +77,7 @@ CONFIGS = {
     ),
     (64, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 4, 1)),
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
-    (256, "fp32"): dict.fromkeys(LAUNCHES, Config(32, 8, 1)),
+    (256, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
 }
 # Turned features are twice as wide as what they are made of, but the values are not: a program has room for more.
 TURNED = {
