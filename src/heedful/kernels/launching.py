@@ -11,7 +11,7 @@ from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
 # A float32 is the sum of three bfloat16, and of the nine products the three least are below its last bit. Tensor cores
-# take the other six in the time of three of tf32, which lose two bits. The interpreter knows neither and loses none.
+# take the other six in about the time of three of tf32, which lose two bits. The interpreter is exact anyway.
 SIXFOLD = "ieee" if INTERPRETED else "bf16x6"
 # How a compiled kernel wants to be called is Triton's own affair: seen from 3.6 to 3.9; later ones are called its way.
 KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 10)
