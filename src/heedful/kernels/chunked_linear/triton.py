@@ -17,6 +17,7 @@ from heedful.kernels.chunked_linear.reference import LinearState
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
+from heedful.kernels.rehearsal import rehearse
 from heedful.kernels.states import fill, state_in, tokens
 
 WIDEST = 256
@@ -198,6 +199,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, plan, stateful):
         known = decay, code, shift_q, shift_k, turns_q, turns_k
+        rehearse(_Outputs, ctx, plan.ready, q, k, v, S, z, *known, plan, stateful)
         o, final, work = _attend(plan, q, k, v, S, z, *known, stateful)
         ctx.save_for_backward(q, k, v, o, work, final, *known)
         ctx.set_materialize_grads(False)

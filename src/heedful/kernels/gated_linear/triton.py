@@ -17,6 +17,7 @@ from heedful.kernels.chunked_linear.reference import LinearState, runs
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import programs, reference
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
+from heedful.kernels.rehearsal import rehearse
 from heedful.kernels.states import fill, layout, state_in, tokens
 from heedful.kernels.uncompiled import uncompiled
 
@@ -230,6 +231,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, S, z, code, plan):
+        rehearse(_Outputs, ctx, plan.ready, q, k, v, g, S, z, code, plan)
         o, final, kept = _attend(plan, q, k, v, g, S, z, code)
         ctx.save_for_backward(q, k, v, g, o, code, *kept)
         ctx.set_materialize_grads(False)

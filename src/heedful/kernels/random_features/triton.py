@@ -13,6 +13,7 @@ from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, over, packed, steps
 from heedful.kernels.random_features import launches, programs, reference
+from heedful.kernels.rehearsal import rehearse
 from heedful.kernels.states import layout, tokens
 
 WIDEST = 256
@@ -72,6 +73,8 @@ class _Attention(torch.autograd.Function):
         if key_bias is not None:
             key_bias = key_bias.float().contiguous()
         plan = launches.plan_for(q, k, v, key_bias, query_weight, curvature, causal)
+        given = q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal
+        rehearse(_Attention, ctx, plan.ready, *given)
         B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
         Wq = launches.padded(query_weight, plan)
         Wk = Wq if key_weight is query_weight else launches.padded(key_weight, plan)
