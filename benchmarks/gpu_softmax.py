@@ -5,6 +5,7 @@
     python benchmarks/gpu_softmax.py --tune                     the best tiles of every kernel
     python benchmarks/gpu_softmax.py --bench                    the README's table
     python benchmarks/gpu_softmax.py --products                 float32 columns times 16-bit q and k: all three of these
+    … --only bigbird                                            checks and works whose names have one of these words
     … --out results.json  --workers 14                          programs are compiled side by side beforehand
 
 A peer is timed in the same run: FlexAttention, compiled, and torch's fused kernel where the pattern is dense.
@@ -600,7 +601,14 @@ def host(repeats=200) -> dict:
 PEERS = 2  # workers that compile the peer
 
 
-def warm(share: int, of: int) -> None:
+def narrow(words: list[str]) -> None:
+    """Leaves the checks and works whose names have one of the words."""
+    for table in (CHECKS, WORK):
+        for name in [name for name in table if not any(word in name for word in words)]:
+            del table[name]
+
+
+def warm(share: int, of: int, all_tiles: bool) -> None:
     """Compiles a share of everything, at sizes that take no time; the results wait in Triton's cache."""
     jobs = [lambda name=name: one_check(name) for name in CHECKS]
     jobs += [lambda work=work: small(work) for work in WORK.values()]
@@ -611,7 +619,7 @@ def warm(share: int, of: int) -> None:
         return
     for job in jobs[share::others]:
         attempt(job)
-    for *_, run in tuning(2048, (share, others)):
+    for *_, run in tuning(2048, (share, others)) if all_tiles else ():
         attempt(run)
 
 
@@ -637,15 +645,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("check", "tune", "bench", "products"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
     parser.add_argument("--out")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.only:
+        narrow(args.only)
     if args.share is not None:
-        return warm(args.share, args.workers)
+        return warm(args.share, args.workers, not args.only)
     everything = not (args.check or args.tune or args.bench or args.products)
     if args.workers > 1 and not args.products:
-        flags = [sys.executable, __file__, "--workers", str(args.workers), "--share"]
+        only = ["--only", *args.only] if args.only else []
+        flags = [sys.executable, __file__, *only, "--workers", str(args.workers), "--share"]
         children = [
             subprocess.Popen([*flags, str(i)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             for i in range(args.workers)
@@ -657,7 +669,9 @@ def main() -> None:
                 child.kill()
         print(f"compiled after {time.monotonic() - BEGAN:.0f} s", flush=True)
     result = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
-    sections = {"check": check, "tune": tune, "bench": bench, "measuring": measuring, "host": host}
+    sections = {"check": check, "tune": tune, "bench": bench}
+    if not args.only:
+        sections |= {"measuring": measuring, "host": host}
     if args.products:
         sections = {"products": all_products}
     for name, section in sections.items():
