@@ -1,6 +1,7 @@
 """Every entry of the catalogue on the GPU: right against float64 on the host, and how long it takes.
 
     python benchmarks/gpu_check.py [NAME …] [--json FILE] [--no-times]
+    python benchmarks/gpu_check.py --long [NAME …]              does the error grow, up to 131,072 tokens
 
 Errors are relative to the float64 definition at n = 1000, in bfloat16 and float32, beside those of the naive dense
 computation in the same precision: of the output, and of the gradient (in q, k or v) that is worst beside its naive one.
@@ -11,6 +12,9 @@ Of two meaningless numbers neither is twice the other. Where features may be neg
 nearly nothing, and what is divided by that sum means nothing in any precision; Σ|a| over a row that sums to one says by
 how much its errors grow. So q and k start as standard normal draws and are halved until it is at most 100 in every row.
 The column `q, k ×` tells by how much: 1 for all entries whose weights are positive.
+
+At lengths where a dense computation has no room the truth is the same entry in float64, which the torch reference
+takes; errors are of the output, of its last 1024 rows, and of the gradients in q, k and v.
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="these entries alone")
     parser.add_argument("--no-times", action="store_true", help="errors alone: some entries take a second a call")
+    parser.add_argument("--long", action="store_true", help="errors in bfloat16 by length, and nothing else")
     options = parser.parse_args()
+    if options.long:
+        for name in options.names or LONG:
+            by_length(h.CATALOG[name])
+        return
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':22}{'q, k ×':>8}", end="")
@@ -59,6 +68,11 @@ def main() -> None:
 
 KINDS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LARGEST = 100  # Σ|a| in a row that sums to one
+LENGTHS = 2048, 16384, 131072
+LONG = (
+    *("linear", "linear-exp", "cosformer", "retention", "retention-norm", "gla", "favor+", "window", "window-sinks"),
+    *("blocks", "longformer", "strided", "left", "start"),
+)
 
 
 def is_bad(row) -> bool:
@@ -86,6 +100,21 @@ def errors(entry) -> dict[str, float]:
         worst = max(pairs[1:], key=lambda pair: pair[0] / max(pair[1], 1e-30))
         found[f"{kind}_grad"], found[f"{kind}_grad_naive"] = worst
     return found
+
+
+def by_length(entry) -> None:
+    """The errors at each length, a line each."""
+    for n in LENGTHS:
+        torch.manual_seed(0)
+        mechanism = entry.build(**given(entry, d=64, heads=2, length=n)).to("cuda", torch.bfloat16)
+        q, k, v, g = torch.randn(4, 1, 2, n, 64, device="cuda").bfloat16().unbind()
+        mine = outcome(mechanism, (q, k, v), g, torch.bfloat16)
+        truth = outcome(mechanism.double(), (q, k, v), g, torch.float64)
+        mine.insert(1, mine[0][..., -1024:, :])
+        truth.insert(1, truth[0][..., -1024:, :])
+        found = [f"{relative(a, b.cpu()):.1e}" for a, b in zip(mine, truth, strict=True) if b is not None]
+        grads = " ".join(found[2:])
+        print(f"{entry.name:16} n {n:7}   o {found[0]}, last rows {found[1]}, gradients {grads}", flush=True)
 
 
 def well_posed(mechanism, q, k) -> float:

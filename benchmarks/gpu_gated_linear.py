@@ -38,7 +38,8 @@ CASES = {
     "float32 d64 segments shut": dict(n=300, segments=True, shut=True, dtype=FP32),
     "float32 d128 elu1 normalised": dict(n=200, r=128, e=128, feature="elu1", normalise=True, dtype=FP32),
     "float32 r100 e128 segments shut": dict(n=300, r=100, e=128, segments=True, shut=True, dtype=FP32),
-    "bfloat16 d64 long": dict(n=16384, B=1, against=reference.gated_linear),
+    "bfloat16 d64 n 16384": dict(n=16384, B=1, against=reference.gated_linear),
+    "bfloat16 d64 n 131072": dict(n=131072, B=1, against=reference.gated_linear),
 }
 WORKS = {
     "B1 N65536 d64 bfloat16": (1, 65536, 64, BF16),
