@@ -103,4 +103,4 @@ def test_it_says_what_it_cannot_take():
         reference.fixed_heads(v, ("sideways",), 10)
     with pytest.raises(ValueError, match="last of the 10 tokens"):
         reference.fixed_heads(v, ("left",), 11)
-    assert "float64" in triton_form().objections(v.double(), ("left",), 10)[0]
+    assert "float64" in triton_form().objections(v.double().to(DEVICE), ("left",), 10)[0]
