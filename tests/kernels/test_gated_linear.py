@@ -317,7 +317,7 @@ def test_no_product_has_fewer_than_16_columns_for_four_warps(r, e, dtype, monkey
     form.gated_linear(q, k, v, log_decay=g)[0].sum().backward()
     assert len(seen) >= 7
     for program, _grid, _numbers, constants, options in seen:
-        if program is not form.programs.scan:
+        if program is not form.triton_forward.scan:
             sides = options["num_warps"] / (4 * max(1, constants["R"] // 64))
             assert constants["BLOCK"] / max(1, sides) >= 16
 

@@ -1,7 +1,35 @@
-"""Chunked linear attention in Triton: the same call as reference.py.
+"""Linear attention in Triton: the same call as reference.py.
 
-Which programs are launched, on what memory, and what is kept for the backward pass; programs.py has the mathematics,
-launches.py the sizes.
+Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
+triton_backward.py have the programs, launches.py the sizes. There are one to three launches forward, one to five back.
+
+    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
+    forward     states    each chunk by itself: Sᵀ = Σ_j leave_j v_j φk_jᵀ, z = Σ_j leave_j φk_j
+                scan      x_c ← keep_{c−1} x_{c−1} + x_c over the chunks: the state before each chunk
+                outputs   each chunk from the state before it:  P = W ∘ φq φkᵀ
+                          num = P v + into (φq S),  den = Σ_j P_ij + into (φq·z),  o = num / den
+    backward    the normaliser is one more value column, so with ψ_i = φq_i / den_i and δ_i = do_i·o_i
+                dv_j  = Σ_i w_ij (φk_j·ψ_i) do_i          dφk_j = Σ_i w_ij (v_j·do_i − δ_i) ψ_i
+                dφq_i = Σ_j w_ij (do_i·v_j − δ_i) φk_j / den_i
+                adjoints  each chunk by itself: δ, Rᵀ = Σ_i into_i do_i ψ_iᵀ, y = −Σ_i into_i δ_i ψ_i
+                scan      the same backwards: R and y after each chunk
+                queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
+                keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
+                decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t.
+                          What a pair of tokens adds to both has to be the same number, rounded alike: see README.md
+    angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a in turn, made in registers;
+                their gradients are turned back there
+    joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
+                Of one chunk states and adjoints are too: z, y and δ are made in the walk (1 launch)
+    weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
+                leave_j = exp(b_last − b_j), keep = exp(b_last); zero between segments
+    precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16,
+                tf32 for float16 (its mantissa without its overflow), six products of bfloat16 for float32
+
+do and v go to the tensor cores as they lie in memory, only φk and ψ pass through registers: this is why 1/den
+stands on φq and the states are held transposed. z before each block is written by `states` (y after it by
+`adjoints`), so that no other walk has to sum over tokens. Each element is written by one program in a fixed
+order: runs are bit-equal. README.md has the floors, the measurements and what did not work.
 """
 
 from __future__ import annotations
@@ -12,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
-from heedful.kernels.chunked_linear import launches, programs, reference
+from heedful.kernels.chunked_linear import launches, reference, triton_backward, triton_forward
 from heedful.kernels.chunked_linear.reference import LinearState
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.kept import kept
@@ -155,7 +183,7 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
             TILE=tile,
         )
         grid = over(plan.slot, tile), plan.B * plan.heads
-        return "scan", programs.scan, grid, (chunks, plan.slot), constants
+        return "scan", triton_forward.scan, grid, (chunks, plan.slot), constants
 
     launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
 
@@ -175,7 +203,7 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
     def states():
         grid, tile = launches.parted(plan, "states", "r", plan.heads, plan.chunks_k)
         numbers = *steps(k, v), plan.m, plan.span, plan.chunks_k, plan.r, plan.e
-        return "states", programs.states, grid, numbers, dict(KV=plan.Hkv, HEADS=plan.heads, **tile)
+        return "states", triton_forward.states, grid, numbers, dict(KV=plan.Hkv, HEADS=plan.heads, **tile)
 
     def outputs():
         name = "walk" if plan.launches == 1 else "outputs"
@@ -183,7 +211,7 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
         numbers = *steps(q, k, v, o), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
         given = S is not None or not plan.causal
         constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, GIVEN=given, LAUNCHES=plan.launches)
-        return name, programs.outputs, grid, numbers, {**constants, **tile}
+        return name, triton_forward.outputs, grid, numbers, {**constants, **tile}
 
     if plan.launches > 1:
         launches.launch(plan, "states", (k, v, sk, tk, dec, runs, slots, keeps, sums), states)
@@ -239,7 +267,7 @@ def _pull_back(ctx, do, dS, dz):
     def adjoints():
         grid, tile = launches.parted(plan, "adjoints", "r", plan.heads, plan.chunks_q)
         numbers = *steps(q, o, do), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
-        return "adjoints", programs.adjoints, grid, numbers, dict(H=plan.H, HEADS=plan.heads, **tile)
+        return "adjoints", triton_backward.adjoints, grid, numbers, dict(H=plan.H, HEADS=plan.heads, **tile)
 
     def gradients(splits, queries, DK, DV):
         def describe():
@@ -259,7 +287,7 @@ def _pull_back(ctx, do, dS, dz):
             flags["CLOCKED"] = clocked
             roles = dict(QUERIES=queries, DK=DK, DV=DV)
             constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, **flags, **roles, **tile)
-            return name, programs.gradients, grid, numbers, constants
+            return name, triton_backward.gradients, grid, numbers, constants
 
         pointers = (
             *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, tq, tk, dec, runs, slots, keeps, sums),

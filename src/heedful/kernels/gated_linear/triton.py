@@ -1,6 +1,31 @@
 """Gated linear attention in Triton, a gate for each channel: the same call as reference.py.
 
-Which programs are launched, on what memory, and what is kept for the backward pass; programs.py has the mathematics.
+Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
+triton_backward.py have the programs. There are three launches forward, four or five back.
+
+    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
+    exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, …:
+                  X_t = Σ g_u,  u of the s tokens around t,  u ≤ t in a later half and u > t in an earlier one
+                and for the state  into_t = exp Σ_{u≤t} g_u,  leave_t = exp Σ_{u>t} g_u,  keep = exp Σ g_u
+    forward     states    each chunk by itself: S = Σ_j (leave_j ∘ φk_j) v_jᵀ, z = Σ_j leave_j ∘ φk_j
+                scan      x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the chunks: the state before each chunk
+                outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of the level
+                          num = P v + (into ∘ φq) S,  den = Σ_j P_ij + (into ∘ φq)·z,  o = num / den
+    backward    the normaliser is one more value column: ψ_i = φq_i / den_i, δ_i = do_i·o_i, D_ij = do_i·v_j − δ_i
+                adjoints  each chunk by itself: δ, R = Σ_i (into_i ∘ ψ_i) do_iᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
+                scan      the same backwards: R and y after each chunk
+                queries   forwards:   dφq_i = (Σ_j D_ij e^{X_i} ∘ e^{X_j} ∘ φk_j + into_i ∘ (S do_i − δ_i z)) / den_i
+                keys      backwards:  dφk_j = Σ_i D_ij e^{X_i} ∘ e^{X_j} ∘ ψ_i + leave_j ∘ (R v_j + y)
+                                      dv = Pᵀ do with ψ for φq, + (leave ∘ φk) R
+                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, of pairs j < i alone,
+                          + Σ_e S ∘ R + z ∘ y after it
+    precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
+                float16, six products of bfloat16 for float32; gates in two parts of bfloat16, or in three
+
+Tiles of q, k and gates are channels × tokens: sums of gates come out where the next product wants them, the matrices of
+ones lie in shared memory all along, and a state, which is channels × values, goes to the tensor cores from registers.
+No exponent is a difference, so none is positive. A shut gate (−∞) counts as 2⁻¹⁵⁰, which is 0 in float32. Each element
+is written by one program in a fixed order: runs are bit-equal. README.md has the derivation.
 """
 
 from __future__ import annotations
@@ -15,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear.reference import LinearState, runs
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.gated_linear import programs, reference
+from heedful.kernels.gated_linear import reference, triton_backward, triton_forward
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
 from heedful.kernels.rehearsal import rehearse
 from heedful.kernels.states import fill, layout, state_in, tokens
@@ -175,7 +200,7 @@ class Plan:
             tile = 64
             constants = dict(GIVEN=given, REVERSE=reverse, GROUP=min(64, power(self.chunks)), TILE=tile)
             grid = over(self.slot, tile), self.rows
-            return programs.scan, grid, (self.chunks, self.slot, self.r), constants, dict(num_warps=4)
+            return triton_forward.scan, grid, (self.chunks, self.slot, self.r), constants, dict(num_warps=4)
 
         launching.launch(self.ready, ("scan", given, reverse), (slots, keeps, end), describe)
 
@@ -219,10 +244,10 @@ def _attend(plan, q, k, v, g, S, z, code):
         fill(plan, plan.slots(work), 0, S, z)
     den, slots = work.split(plan.sizes)
     runs = either(code, q)
-    plan.launch("states", None, (k, v, g, runs, slots, keeps), programs.states, steps(k, v, g), "r")
+    plan.launch("states", None, (k, v, g, runs, slots, keeps), triton_forward.states, steps(k, v, g), "r")
     plan.scan(slots, keeps, final, plan.given, False)
     pointers = q, k, v, g, o, den, runs, slots
-    plan.launch("outputs", None, pointers, programs.outputs, steps(q, k, v, g, o), "e", GIVEN=plan.given)
+    plan.launch("outputs", None, pointers, triton_forward.outputs, steps(q, k, v, g, o), "e", GIVEN=plan.given)
     return o, final, (work, keeps)
 
 
@@ -257,12 +282,12 @@ class _Outputs(torch.autograd.Function):
         runs, key = either(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
         plan.launch(
             *("adjoints", key, (q, g, o, do, den, delta, runs, back)),
-            *(programs.adjoints, steps(q, g, o, do), "r"),
+            *(triton_backward.adjoints, steps(q, g, o, do), "r"),
         )
         plan.scan(back, keeps, first, given, True)
         plan.launch(
             *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots)),
-            *(programs.queries, steps(q, k, v, g, do, dq), "r"),
+            *(triton_backward.queries, steps(q, k, v, g, do, dq), "r"),
             GIVEN=plan.given,
             GATED=gated,
         )
@@ -270,7 +295,7 @@ class _Outputs(torch.autograd.Function):
         for splits, DK, DV in [("r", True, True)] if narrow else [("r", True, False), ("e", False, True)]:
             plan.launch(
                 *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back)),
-                *(programs.keys, steps(q, k, v, g, do, dk, dv, dg), splits),
+                *(triton_backward.keys, steps(q, k, v, g, do, dk, dv, dg), splits),
                 GIVEN=given,
                 GATED=gated,
                 DK=DK,

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from heedful.kernels import launching
 from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, columns, over, precision
-from heedful.kernels.random_features import programs
+from heedful.kernels.random_features import triton_forward
 
 
 class Config(NamedTuple):
@@ -120,7 +120,7 @@ class Plan:
         """The running maximum before each block, and after the last."""
 
         def describe():
-            return programs.levels, (self.B * self.KV,), (self.blocks_k,), dict(GROUP=LEVELS), dict(num_warps=4)
+            return triton_forward.levels, (self.B * self.KV,), (self.blocks_k,), dict(GROUP=LEVELS), dict(num_warps=4)
 
         launching.launch(self.ready, "levels", (maxima, levels), describe)
 
@@ -140,7 +140,7 @@ class Plan:
             def describe(width=width, tile=tile, constants=constants):
                 grid, numbers = (over(width, tile), self.B * rows), (slots.shape[2] - 1, width)
                 # one warp, so that a thread has all blocks of its numbers
-                return programs.scan, grid, numbers, constants, dict(num_warps=1, num_stages=3)
+                return triton_forward.scan, grid, numbers, constants, dict(num_warps=1, num_stages=3)
 
             launching.launch(self.ready, (name, rows, reverse), (x, levels), describe)
         return slots, sums

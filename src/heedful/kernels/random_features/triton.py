@@ -1,7 +1,32 @@
 """Random feature attention in Triton: the same call as reference.py.
 
-Which programs are launched, on what memory, and what is kept for the backward pass; programs.py has the mathematics,
-launches.py the sizes.
+Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
+triton_backward.py have the programs, launches.py the sizes. Features are made from q and k in every launch and never
+reach device memory.
+
+    features    fq_i = 2^(q_i Wq + c − a_i),  a_i = max_r;   fk_j = 2^(k_j Wk + c − b_j),  b_j = max_r;  all in (0, 1]
+    weights     top_j = b_j − curvature ‖k_j‖²/2 + key_bias_j (to base 2),  s_i = max_{j ≤ i} top_j
+                w_ij = 2^(top_j − s_i) ≤ 1 for j ≤ i:   num_i = Σ_j w_ij (fq_i·fk_j) v_j,  den_i = Σ_j w_ij (fq_i·fk_j)
+    forward     peaks     a, b, top and its running maximum within each block
+                levels    the running maximum before each block
+                states    each block by itself: Sᵀ = Σ_j leave_j v_j fk_jᵀ,  z = Σ_j leave_j fk_j
+                scan      over the blocks: the state before each
+                outputs   P = w ∘ fq fkᵀ,  num = P v + into (fq S),  den = P 1 + into (fq·z),  o = num / den
+    backward    g_i = do_i / den_i,  δ_i = do_i·o_i / den_i
+                adjoints  each block by itself: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
+                scan      the same backwards: R and y after each block
+                queries   dfq = D fk + into (g Sᵀ − δ zᵀ),  D = w ∘ (g vᵀ − δ 1ᵀ);   dq = (dfq ∘ fq) Wqᵀ
+                dk, dv    dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
+                          dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
+    moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
+    precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
+                a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, six products of bfloat16 for
+                float32. What is bfloat16 already (v, do) is an operand as it is: its factors wait for the product, or
+                go to the features, which are rounded anyway. R, whose errors weigh most, is kept in float32
+
+Every program walks over the features, a few dozen at a time: what it holds does not grow with their number. ‖q‖² and
+the shifts a, b, s leave the quotient, so no gradient goes through them. s looks at no later token. Each element is
+written by one program in a fixed order: runs are bit-equal. README.md has the floors and the measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +37,7 @@ from torch import Tensor
 from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, over, packed, steps
-from heedful.kernels.random_features import launches, programs, reference
+from heedful.kernels.random_features import launches, reference, triton_backward, triton_forward
 from heedful.kernels.rehearsal import rehearse
 from heedful.kernels.states import layout, tokens
 
@@ -85,21 +110,23 @@ class _Attention(torch.autograd.Function):
         maxima, levels = launching.empty((B, KV, plan.blocks_k), q), launching.empty((B, KV, plan.blocks_k + 1), q)
         pointers: tuple[Tensor, ...] = q, q, Wq, c, peaks_q, q, q, q
         numbers: tuple = *steps(q), plan.half, n, d
-        plan.launch("peaks", programs.peaks, plan.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False)
+        plan.launch(
+            "peaks", triton_forward.peaks, plan.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False
+        )
         pointers = k, q if key_bias is None else key_bias, Wk, c, peaks, tops, climbs, maxima
         numbers = *steps(k), plan.half, m, d
         plan.launch(
-            "peaks", programs.peaks, plan.blocks_k, KV, pointers, numbers, HEADS=KV, KEYS=True, BIASED=plan.biased
+            "peaks", triton_forward.peaks, plan.blocks_k, KV, pointers, numbers, HEADS=KV, KEYS=True, BIASED=plan.biased
         )
         plan.find_levels(maxima, levels)
         span = plan.span("states", m, KV)
         chunks = over(m, span)
         slots, sums = plan.room(KV, chunks, q, plan.operand)
         pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*steps(k, v), m, span, chunks, d, e)
-        plan.launch("states", programs.states, chunks, KV, pointers, numbers)
+        plan.launch("states", triton_forward.states, chunks, KV, pointers, numbers)
         slots, sums = plan.join(KV, slots, sums, levels, False)
         pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
-        plan.launch("outputs", programs.outputs, plan.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
+        plan.launch("outputs", triton_forward.outputs, plan.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
         ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums)
         ctx.plan = plan
         return o
@@ -119,15 +146,19 @@ class _Attention(torch.autograd.Function):
         chunks = over(n, span)
         back, after = plan.room(H, chunks, q, torch.float32)
         pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
-        plan.launch("adjoints", programs.adjoints, chunks, H, pointers, (*steps(q, o, do), n, span, chunks, d, e), key)
+        plan.launch(
+            "adjoints", triton_backward.adjoints, chunks, H, pointers, (*steps(q, o, do), n, span, chunks, d, e), key
+        )
         back, after = plan.join(H, back, after, levels, True)
         pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
-        plan.launch("queries", programs.queries, plan.blocks_q, H, pointers, (*steps(q, k, v, do, dq), n, d, e), key)
+        plan.launch(
+            "queries", triton_backward.queries, plan.blocks_q, H, pointers, (*steps(q, k, v, do, dq), n, d, e), key
+        )
         pointers = q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, back, after, shares
         numbers = *steps(q, k, v, do, dk, dv), plan.half, m, d, e
         for name in ("dk", "dv"):
             own = dict(BIASED=plan.biased, DK=name == "dk", DV=name == "dv")
-            plan.launch(name, programs.keys, plan.blocks_k, H, pointers, numbers, key, **own)
+            plan.launch(name, triton_backward.keys, plan.blocks_k, H, pointers, numbers, key, **own)
         if H > KV:
             dk, dv = (x.unflatten(1, (KV, -1)).sum(2).to(q.dtype) for x in (dk, dv))
         dbias = None
