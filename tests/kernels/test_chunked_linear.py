@@ -13,7 +13,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 import heedful as h  # noqa: E402
-from heedful.kernels.chunked_linear import reference  # noqa: E402
+from heedful.kernels.chunked_linear import groups, reference  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState  # noqa: E402
 from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
 
@@ -238,7 +238,7 @@ def small(form, monkeypatch):
     """Chunks so short that a few dozen tokens make several."""
     if form is reference:
         for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
-            monkeypatch.setattr(form, name, size)
+            monkeypatch.setattr(groups, name, size)
     else:
         monkeypatch.setattr(form.launches, "PLANS", {})
         monkeypatch.setattr(form.launching, "empty", poisoned)
@@ -270,7 +270,7 @@ def test_it_is_the_formula_and_so_are_its_gradients(way, case, monkeypatch):
 def test_the_gradient_of_the_decay(way, case, monkeypatch):
     small(way, monkeypatch)
     if way is reference:
-        monkeypatch.setattr(reference, "CACHED", 1)  # groups of two chunks, one head at a time
+        monkeypatch.setattr(groups, "CACHED", 1)  # groups of two chunks, one head at a time
     inputs, options = build(**case)
     wide = torch.float64 if way is reference else torch.float32
     grads = []

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from heedful.kernels.chunked_linear.reference import LEAST
+from heedful.kernels.chunked_linear.groups import LEAST
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

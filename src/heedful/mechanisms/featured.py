@@ -22,7 +22,8 @@ from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
 from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
-from heedful.kernels.chunked_linear.reference import CHUNK, LinearState, runs
+from heedful.kernels.chunked_linear.features import LinearState, runs
+from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step

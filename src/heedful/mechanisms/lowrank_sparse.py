@@ -27,7 +27,8 @@ from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import LogFeatureMap
 from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
-from heedful.kernels.chunked_linear.reference import CHUNK, LEAST, exp_shifts, runs
+from heedful.kernels.chunked_linear.features import exp_shifts, runs
+from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
 from heedful.mechanisms.featured import _log_products, _state_dtype

@@ -41,7 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear import launches, reference, triton_backward, triton_forward
-from heedful.kernels.chunked_linear.reference import LinearState
+from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, runs, token_decay, turns_of
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
@@ -72,7 +72,7 @@ def objections(
         said.append("there is nothing to launch for an empty tensor.")
     if feature == "exp" and not normalise:
         said.append("exp features are shifted here, which only the normaliser takes out again.")
-    if segments is not None and not causal and bool((reference.runs(segments)[0] > 0).any()):
+    if segments is not None and not causal and bool((runs(segments)[0] > 0).any()):
         said.append("several segments in a row are taken only where causal is true.")
     return said
 
@@ -95,13 +95,13 @@ def chunked_linear(
     Inputs are such that `objections` has none: the dispatcher has asked.
     """
     heads = k.shape[1] if log_decay is None else q.shape[1]
-    code = None if segments is None else reference.runs(segments)[0]
+    code = None if segments is None else runs(segments)[0]
     shift_q = shift_k = log_scale = None
     decay = log_decay
     if feature == "exp":
         B, H, n, _ = q.shape
-        decay = reference.token_decay(log_decay, code, B, H, n, torch.float32)
-        shifted = reference.exp_shifts(q, k, causal, decay, code, state, heads)
+        decay = token_decay(log_decay, code, B, H, n, torch.float32)
+        shifted = exp_shifts(q, k, causal, decay, code, state, heads)
         shift_q, shift_k, log_scale, decay, state = shifted
     S, z = (None, None) if state is None else (state.S, state.z)
     q, k, v = packed(q), packed(k), packed(v)
@@ -158,7 +158,7 @@ def _turns(angles: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, 
     B, n, m = q.shape[0], q.shape[2], k.shape[2]
 
     def make():
-        turns = reference.turns_of(angles, B, torch.float32).mT
+        turns = turns_of(angles, B, torch.float32).mT
         first, second = (turns[..., turns.shape[-1] - size :].contiguous() for size in (n, m))
         return first, second
 

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heedful.kernels.chunked_linear.reference import LEAST, LinearState, features, runs
+from heedful.kernels.chunked_linear.features import LinearState, features, runs
+from heedful.kernels.chunked_linear.groups import LEAST
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.uncompiled import uncompiled
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels import launching
-from heedful.kernels.chunked_linear.reference import LinearState, runs
+from heedful.kernels.chunked_linear.features import LinearState, runs
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import reference, triton_backward, triton_forward
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up

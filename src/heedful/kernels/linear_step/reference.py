@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from heedful.kernels.chunked_linear.reference import LEAST
+from heedful.kernels.chunked_linear.groups import LEAST
 from heedful.shapes import Float, Int, Tensor
 
 FEATURES = {

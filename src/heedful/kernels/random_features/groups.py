@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heedful.kernels.chunked_linear.reference import (
-    LOG2E,
+from heedful.kernels.chunked_linear.features import LOG2E, repeat
+from heedful.kernels.chunked_linear.groups import (
     Weights,
     backward_group,
     blocks_of,
@@ -26,7 +26,6 @@ from heedful.kernels.chunked_linear.reference import (
     in_rows,
     inverse_of,
     put,
-    repeat,
     slabs,
     upstream,
 )

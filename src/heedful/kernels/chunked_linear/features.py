@@ -1,0 +1,179 @@
+"""Features, and what both forms make of their inputs besides: runs of segments, decays of tokens, shifts of exponents.
+
+`exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
+in the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is one more log-decay, so nothing
+overflows and nothing looks ahead; the shift leaves numerator and denominator alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2E = 1 / log(2)
+
+
+class LinearState(NamedTuple):
+    """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs); 2r for r where there are angles.
+
+    Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is
+    None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs).
+    """
+
+    S: Tensor
+    z: Tensor | None
+    log_scale: Tensor | None = None
+
+
+_last_runs: tuple = (None, None, None)
+
+
+def runs(segments: Tensor) -> tuple[Tensor, bool]:
+    """Codes (B, n) int32, and whether every segment is one run of tokens (padding aside).
+
+    A code is the count c of the token's run within its row, or −1 − c for padding after run c. The answer for
+    the last tensor seen is kept: the layers of a model share their segments, and asking waits for the device.
+    """
+    global _last_runs
+    version = None if segments.is_inference() else segments._version
+    known, known_version, answer = _last_runs
+    if known is not None and known() is segments and version is not None and known_version == version:
+        return answer
+    if segments.shape[-1] == 0:
+        return segments.int(), True
+    real = segments >= 0
+    at = torch.arange(segments.shape[-1], device=segments.device)
+    last = torch.where(real, at, -1).cummax(-1).values
+    before = torch.nn.functional.pad(last, (1, -1), value=-1)
+    previous = torch.where(before >= 0, segments.gather(-1, before.clamp(min=0)), segments)
+    run = (real & (segments != previous)).cumsum(-1, dtype=torch.int32)
+    contiguous = True
+    if (real & (segments < previous)).any():  # ids that only rise need no counting
+        ids = torch.nn.functional.pad(segments.clamp(min=-1).sort(-1).values, (1, 0), value=-1)
+        distinct = (ids[..., 1:] != ids[..., :-1]).sum(-1)
+        contiguous = bool((run[..., -1] + real.any(-1) == distinct).all())
+    answer = torch.where(real, run, -1 - run), contiguous
+    _last_runs = weakref.ref(segments), version, answer
+    return answer
+
+
+def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
+    """(B, H, n), zero at padding, which does not decay: a padded sequence gives what the bare one gives."""
+    if log_decay is None:
+        return None
+    decay = log_decay.to(dtype)
+    decay = decay[None, :, None].expand(B, H, n) if decay.ndim == 1 else decay
+    return decay if code is None else torch.where((code >= 0)[:, None], decay, 0.0)
+
+
+def turns_of(angles: Tensor, B: int, dtype: torch.dtype) -> Tensor:
+    """(B, n, 2), the cosine and the sine of each token's angle."""
+    return torch.stack([angles.cos(), angles.sin()], -1).to(dtype).expand(B, -1, -1)
+
+
+def exp_shifts(q, k, causal, decay, code, state, heads):
+    """Shifts of q and k, scale of the last state, decay with the shifts' in it, first state on their scale.
+
+    Causal: s_t = max(s_{t−1}, max_r k_t) from the state's scale on, starting anew in each segment. Otherwise
+    s is the maximum over the segment. The result does not depend on it: no gradient goes through.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shift_q = q.detach().amax(-1).to(wide)
+    top = k.detach().amax(-1).to(torch.float64)
+    (B, Hkv, m), shared = top.shape, heads // k.shape[1]
+    # with a decay the query heads that share a key head carry the same scale: take one of them
+    floor = top.new_full((B, Hkv), -torch.inf) if state is None else state.log_scale[:, ::shared].double()
+    if m == 0:
+        scale = torch.where(floor.isfinite(), floor, 0.0).to(wide)
+        return shift_q, top.to(wide), repeat(scale, heads), decay, state
+    run = top.new_zeros(B, 1, m, dtype=torch.long)
+    if code is not None:
+        top = top.masked_fill((code < 0)[:, None], -torch.inf)
+        run = torch.maximum(code, -1 - code).long()[:, None]
+    # a running maximum that starts anew with each run: lift run c by c · 2²⁰, far above any key there is
+    lift = run * 2.0**20
+    top = torch.maximum(top, torch.where(run == 0, floor[..., None], -torch.inf)).clamp(-(2.0**19), 2.0**19)
+    s = (top + lift).cummax(-1).values - lift
+    if not causal:
+        end = torch.searchsorted(run.contiguous(), run.contiguous(), right=True) - 1
+        s = s.gather(-1, end.expand_as(s))
+    unseen = s <= -(2.0**19)
+    s = torch.where(unseen, 0.0, s)
+    scale = repeat(s[..., -1].to(wide), heads)
+    if causal:
+        before = torch.cat([floor[..., None], s.masked_fill(unseen, -torch.inf)], -1)[..., :m]
+        fall = before - s
+        fall = torch.where(fall.isfinite() & (fall < 0), fall, 0.0).to(wide)
+        decay = fall if decay is None else decay + repeat(fall, heads)
+    elif state is not None:
+        change = repeat((floor - s[..., 0]).exp().to(wide), heads)
+        z = None if state.z is None else state.z * change[..., None]
+        state = LinearState(state.S * change[..., None, None], z, scale)
+    return shift_q, s.to(wide), scale, decay, state
+
+
+def features(x, feature, shift, real, dtype, turns=None):
+    x = x.to(dtype)
+    match feature:
+        case "elu1":
+            x = _Elu1.apply(x)
+        case "relu":
+            x = x.relu()
+        case "exp":
+            x = exp_(x - shift)
+    return turned(x if real is None else torch.where(real, x, 0.0), turns)
+
+
+class _Elu1(torch.autograd.Function):
+    """elu(x) + 1 without losing e^x beside 1, in few passes; keeps its result, as the product does anyway."""
+
+    @staticmethod
+    def forward(ctx, x):
+        phi = exp_(x.clamp(max=0)).add_(x.relu())
+        ctx.save_for_backward(phi)
+        return phi
+
+    @staticmethod
+    def backward(ctx, grad):
+        (phi,) = ctx.saved_tensors
+        return grad * phi.clamp(max=1)
+
+
+def turned(x, turns):
+    """[x cos, x sin], where there are angles."""
+    return x if turns is None else torch.cat([x * turns[..., :1], x * turns[..., 1:]], -1)
+
+
+def _turned_back(x, turns):
+    """The way back, of features and of gradients alike: cos² + sin² = 1."""
+    if turns is None:
+        return x
+    r = x.shape[-1] // 2
+    return (x[..., :r] * turns[..., :1]).addcmul_(x[..., r:], turns[..., 1:])
+
+
+def exp_(x):
+    """e^x in place. On a CPU torch's exp is MKL's, 3 times slower than exp2 and 20 times where the result vanishes."""
+    return x.mul_(LOG2E).exp2_()
+
+
+def pulled(grad, phi, feature, turns, real):
+    """Through the features, in place: their derivative is in what they are, zero at padding."""
+    grad, phi = _turned_back(grad, turns), phi if feature == "identity" else _turned_back(phi, turns)
+    match feature:
+        case "elu1":
+            grad.mul_(phi.clamp(max=1))
+        case "relu":
+            grad.mul_(phi > 0)
+        case "exp":
+            grad.mul_(phi)
+    return grad if real is None else grad.masked_fill_(~real, 0.0)
+
+
+def repeat(x, heads):
+    """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
