@@ -30,10 +30,11 @@ from heedful.measures import (
     spectrum,
     stable_rank,
 )
+from heedful.measures.goals import BLOCK
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, pattern_of
 from heedful.measures.rows import check_sums, over_rows
-from heedful.measures.search import BLOCK, FORMED, block_of
+from heedful.measures.search import FORMED, block_of
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
