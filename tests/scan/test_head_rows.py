@@ -15,7 +15,7 @@ import heedful.hf as hf
 from heedful.hf.calls import Call
 from heedful.measures import search
 from heedful.scan import baseline, heads
-from heedful.scan.baseline import Baselines, logit_spreads
+from heedful.scan.baseline import Baselines, RandomHead, logit_spreads
 from heedful.scan.heads import Kept, Measuring, rows_of, thumbnails, together
 
 
@@ -172,7 +172,8 @@ def test_a_random_head_is_like_its_baseline(spread):
 @pytest.mark.parametrize("spread", [1.1, 2.6, 4.4])
 def test_between_two_nodes_the_baseline_errs_by_little(spread):
     base = Baselines()
-    read, taken = base.of(128, 128, h.Full(), 16, spread), base.measured(128, 128, h.Full(), 16, spread)
+    head = RandomHead(128, 128, h.Full(), 16)
+    read, [taken] = base.of(head, spread), base.measured(head, [spread])
     assert read is not None
     assert read.rank95 == pytest.approx(taken.rank95, rel=0.03, abs=0.5)
     assert read.rank90 == pytest.approx(taken.rank90, rel=0.03, abs=0.5)
@@ -180,13 +181,27 @@ def test_between_two_nodes_the_baseline_errs_by_little(spread):
 
 
 def test_baselines_do_not_depend_on_what_was_asked_before():
-    one, two = Baselines(), Baselines()
-    one.of(40, 40, h.Causal(), 8, 3.0)
-    assert one.of(40, 40, h.Causal(), 8, 1.3) == two.of(40, 40, h.Causal(), 8, 1.3)
+    one, two, head = Baselines(), Baselines(), RandomHead(40, 40, h.Causal(), 8)
+    one.of(head, 3.0)
+    assert one.of(head, 1.3) == two.of(head, 1.3)
 
 
-def test_no_baseline_where_a_head_is_not_formed():
-    assert Baselines().of(4000, 4000, h.Causal(), 8, 1.0) is None
+def test_spreads_that_are_measured_together_give_what_each_gives_alone():
+    base, head = Baselines(), RandomHead(600, 600, h.Causal(), 8)
+    together, alone = base.measured(head, [0.5, 2.0]), [base.measured(head, [x])[0] for x in (0.5, 2.0)]
+    for a, b in zip(together, alone, strict=True):
+        assert a.rank90 == b.rank90 and a.entropy == pytest.approx(b.entropy, rel=1e-6)
+
+
+def test_there_is_a_baseline_where_heads_are_not_formed(monkeypatch):
+    head = RandomHead(600, 600, h.Causal(), 8)
+    formed = Baselines().of(head, 2.0)
+    for module in (heads, search):
+        monkeypatch.setattr(module, "FORMED", 0)
+    found = Baselines().of(head, 2.0)
+    assert found is not None and formed is not None
+    assert found.rank90 == pytest.approx(formed.rank90, rel=0.05)
+    assert found.entropy == pytest.approx(formed.entropy, rel=1e-5)
 
 
 def test_a_uniform_head_has_a_baseline_too():

@@ -5,11 +5,14 @@ What it does is what `linalg.Sketch` does, by as few launches as it takes:
     columns are made orthonormal by products alone, X L⁻ᵀ with L Lᵀ = XᵀX in float64, not by Householder's small steps
     whether that did is asked once, when the sketch is solved: where it did not, the sketch is grown again with care
     of the products that the Ritz values come from the lower half alone is kept, which is what `eigh` reads
-    all numbers that the host needs come over in one copy
+    small matrices are decomposed by the cores of the host, each by one of them
 """
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ import torch
 from heedful.linalg import LOST, Ritz, Sketch
 from heedful.shapes import Bool, Float, Int, Tensor
 
+CORES = os.cpu_count() or 1
 ASTRAY = 1e-3  # ‖UᵀU − 1‖ of columns that can't be called orthonormal: rounding leaves 1e-5
 
 
@@ -91,15 +95,12 @@ class LaunchedSketch(Sketch):
         apart.diagonal(dim1=-2, dim2=-1).sub_(1)
         defect = torch.linalg.vector_norm(apart, dim=(-2, -1), keepdim=True, dtype=torch.float64)[..., 0]
         # What is NaN here is seen below; `eigh` would end the search with it.
-        squares, vectors = torch.linalg.eigh(torch.nan_to_num(inner.narrow(2, 0, k), 0, 0, 0))
-        p, first = left.shape[-1], self._first.shape[-1]
-        last = vectors.narrow(1, k - p, p)
-        leaks = (last * torch.bmm(left, last)).sum(1)
-        # A Ω = U_0 Lᵀ, which is how U_0 was made.
-        shares = torch.bmm(self._first, vectors.narrow(1, 0, first)).square_().sum(1)
+        inner = torch.nan_to_num(inner.narrow(2, 0, k), 0, 0, 0)
+        first = self._first.shape[-1]
+        found = _ritz(inner, left, self._first)  # waits for the GPU
         signs = [x for made in zip(*self._made, strict=True) for x in made]
-        told = torch.cat([squares, leaks, shares, defect, *signs], -1).cpu()
-        squares, leaks, shares, defect, *signs = told.split([k, k, k, 1, k, k, len(self._made)], -1)
+        defect, *signs = torch.cat([defect, *signs], -1).cpu().split([1, k, k, len(self._made)], -1)
+        squares, leaks, shares = found.unbind(-2)
         good = sound(_Made(*signs), [made.lengths.shape[-1] for made in self._made], torch.finfo(self.op.dtype).eps)
         if not bool((good & (defect[:, 0] < ASTRAY)).all()):
             self.careful = True
@@ -109,7 +110,7 @@ class LaunchedSketch(Sketch):
             return self.solve()
         self._told = squares.sum(-1).view(batch), defect.view(batch)
         squares, leaks, shares = (x.flip(-1).view(*batch, k) for x in (squares, leaks, shares))
-        return Ritz(squares.clamp_(min=0), leaks.clamp_(min=0).sqrt_(), p, shares / first)
+        return Ritz(squares.clamp(min=0), leaks.clamp(min=0).sqrt(), left.shape[-1], shares / first)
 
     def take(self, heads: Int[Tensor, " c"]) -> LaunchedSketch:
         part = super().take(heads)
@@ -119,6 +120,38 @@ class LaunchedSketch(Sketch):
         if self._made:
             part._first = self._first[heads]
         return part
+
+
+def _ritz(
+    gram: Float[Tensor, "b k k"], left: Float[Tensor, "b p p"], first: Float[Tensor, "b f f"]
+) -> Float[Tensor, "b 3 k"]:
+    """Ritz values, squared residuals and shares, on the host.
+
+    A GPU decomposes one matrix after the other, 3.4 ms for 384 columns on an H200; a core takes 18 ms. So many cores
+    are faster (32 matrices: 55 ms with 16 cores, 109 on the GPU), and the GPU is free for other work meanwhile.
+    """
+    if gram.device.type == "cpu" or len(gram) == 1 or CORES < 8:
+        return _decomposed(gram, left, first).cpu()
+    parts = [_on_host(x) for x in (gram, left, first)]
+    torch.cuda.current_stream(gram.device).synchronize()
+    return torch.stack(list(_pool().map(_decomposed, *parts)))
+
+
+def _decomposed(gram: Tensor, left: Tensor, first: Tensor) -> Float[Tensor, "*b 3 k"]:
+    squares, vectors = torch.linalg.eigh(gram)
+    # Only the last block has a residual; A Ω = U_0 Lᵀ, which is how U_0 was made.
+    last, start = vectors[..., -left.shape[-1] :, :], vectors[..., : first.shape[-1], :]
+    return torch.stack([squares, (last * (left @ last)).sum(-2), (first @ start).square().sum(-2)], -2)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """A copy in pinned memory, under way."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CORES, "heedful-eigh", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _heads(x: Float[Tensor, "*b n m"]) -> Float[Tensor, "b n m"]:

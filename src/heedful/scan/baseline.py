@@ -10,23 +10,25 @@ of a grid, kept, and read between two nodes along a straight line in log s. Comp
 512 tokens, d = 64, s from 1 to 8), effective ranks err by 2 % at most; single draws differ by 3 %, sometimes by 7 %, so
 the mean of DRAWS is taken. Where s is small, ranks are few and the error is below one.
 
-Only where matrices are formed (`measures.search.FORMED`): beyond, a random head costs more than the head it is for.
+A random head costs about as much as the head it is for; heads with logits of like spread share one.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank, energy_share, head_measures
+from heedful.measures.goals import BLOCK
 from heedful.measures.rows import over_rows
-from heedful.measures.search import FORMED
+from heedful.measures.search import block_of
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
@@ -35,6 +37,7 @@ from heedful.shapes import Bool, Float, Int, Tensor
 BUDGET = 208  # products for a head: 96 columns of a sketch, which tells ranks to a few percent, and 32 values
 RATIO = 1.2
 DRAWS = 2
+NODES_ON_GPU = 8  # nodes that are measured together there: short heads wait for launches
 LEAST, MOST = 0.05, 100.0  # spreads beyond which nothing changes: uniform rows, rows of a single key
 SAMPLED = 256  # queries from which the spread of the logits is told
 ROWS = 64  # of them at a time
@@ -42,7 +45,7 @@ ROWS = 64  # of them at a time
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a random head measures; None where it was too large to be measured."""
+    """What a random head measures."""
 
     rank90: float
     rank95: float
@@ -51,55 +54,80 @@ class Baseline:
     sigma: tuple[float, ...]
 
 
-class Baselines:
-    """Random heads of every kind that was asked for, measured once each. What they say does not depend on the order."""
+@dataclass(frozen=True)
+class RandomHead:
+    """The shape of a random head: n queries and m keys of some width under a pattern, and where it is measured."""
 
-    def __init__(self, *, seed: int = 0, values: int = 32, budget: int = BUDGET):
+    n: int
+    m: int
+    pattern: Pattern
+    width: int
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def like(cls, call: Call) -> RandomHead:
+        """As the heads of a call. Products with 16-bit q and k are faster on a GPU; a CPU computes in float32."""
+        device = call.q.device
+        dtype = torch.float32 if device.type == "cpu" else call.q.dtype
+        return cls(call.q.shape[-2], call.k.shape[-2], call.pattern, call.q.shape[-1], str(device), dtype)
+
+
+class Baselines:
+    """Random heads that were measured, kept by shape and spread."""
+
+    def __init__(self, seed: int = 0, values: int = 32, budget: int = BUDGET):
         self.seed, self.values, self.budget = seed, values, budget
-        self._nodes: dict[tuple, Baseline] = {}
+        self._nodes: dict[tuple[RandomHead, int], Baseline] = {}
         self._lock = threading.Lock()  # what one thread measures, the others wait for instead of doing it again
 
-    def of(self, n: int, m: int, pattern: Pattern, width: int, spread: float) -> Baseline | None:
-        """The random head of this shape whose logits have this standard deviation."""
-        if n * m > FORMED or not 0 <= spread < float("inf"):
+    def of(self, head: RandomHead, spread: float) -> Baseline | None:
+        """The random head of this shape whose logits have this standard deviation; None where they have none."""
+        if not 0 <= spread < float("inf"):
             return None
         place = log(min(max(spread, LEAST), MOST)) / log(RATIO)
         low, high = floor(place), ceil(place)
-        first, second = (self._node(n, m, pattern, width, at) for at in (low, high))
+        first, second = (self._node(head, at) for at in (low, high))
         return _between(first, second, place - low)
 
-    def _node(self, n: int, m: int, pattern: Pattern, width: int, at: int) -> Baseline:
-        key = (n, m, pattern, width, at)
+    def _node(self, head: RandomHead, at: int) -> Baseline:
         with self._lock:
-            if key not in self._nodes:
-                self._nodes[key] = self.measured(n, m, pattern, width, RATIO**at)
-            return self._nodes[key]
+            if (head, at) not in self._nodes:
+                # Which nodes are measured together follows from the node alone, so that numbers never depend on
+                # what was asked before.
+                some = 1 if head.device == "cpu" else NODES_ON_GPU
+                nodes = range(at // some * some, (at // some + 1) * some)
+                found = self.measured(head, [RATIO**node for node in nodes])
+                self._nodes |= {(head, node): base for node, base in zip(nodes, found, strict=True)}
+            return self._nodes[head, at]
 
-    def measured(self, n: int, m: int, pattern: Pattern, width: int, spread: float) -> Baseline:
-        """The mean of DRAWS random heads, by the library's own measures."""
-        size = sqrt(spread / sqrt(width))
-        drawn = [_drawn(n, m, width, self.seed + at) for at in range(DRAWS)]
-        q, k = (size * torch.stack(x) for x in zip(*drawn, strict=True))
-        op = Softmax(pattern, scale=1.0).operator(q, k)
+    def measured(self, head: RandomHead, spreads: Sequence[float]) -> list[Baseline]:
+        """The mean of DRAWS random heads for each spread, by the library's own measures."""
+        drawn = [_drawn(head, self.seed + at) for at in range(DRAWS)]
+        sizes = torch.tensor([sqrt(spread / sqrt(head.width)) for spread in spreads])[:, None, None, None]
+        q, k = (sizes * torch.stack(x) for x in zip(*drawn, strict=True))
+        q, k = (x.flatten(0, 1).to(head.device, head.dtype) for x in (q, k))
+        op = Softmax(head.pattern, scale=1.0).operator(q, k)
+        budget = self.budget * block_of(op) // BLOCK
         found = head_measures(
-            op, min(self.values, n, m), tau=(0.9, 0.95), budget=self.budget, failure=0, seed=self.seed
-        )
-        return Baseline(
-            rank90=_mean(effective_rank(found.spectrum, 0.9).estimate),
-            rank95=_mean(effective_rank(found.spectrum, 0.95).estimate),
-            energy10=_mean(energy_share(found.spectrum, 0.1).estimate),
-            entropy=_mean(over_rows(found.rows.entropy, found.rows.mass > 0)),
-            sigma=tuple(found.spectrum.values.double().mean(0).tolist()),
+            op, min(self.values, head.n, head.m), tau=(0.9, 0.95), budget=budget, failure=0, seed=self.seed
         )
 
+        def mean(x: Tensor) -> Any:
+            return x.double().cpu().unflatten(0, (len(spreads), DRAWS)).mean(1).tolist()
 
-def _drawn(n: int, m: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+        rank90 = mean(effective_rank(found.spectrum, 0.9).estimate)
+        rank95 = mean(effective_rank(found.spectrum, 0.95).estimate)
+        energy10 = mean(energy_share(found.spectrum, 0.1).estimate)
+        entropy = mean(over_rows(found.rows.entropy, found.rows.mass > 0))
+        sigma = map(tuple, mean(found.spectrum.values))
+        return [Baseline(*numbers) for numbers in zip(rank90, rank95, energy10, entropy, sigma, strict=True)]
+
+
+def _drawn(head: RandomHead, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, width, generator=generator), torch.randn(m, width, generator=generator)
-
-
-def _mean(x: Tensor) -> float:
-    return float(x.double().mean())
+    q = torch.randn(head.n, head.width, generator=generator)
+    return q, torch.randn(head.m, head.width, generator=generator)
 
 
 def _between(a: Baseline, b: Baseline, part: float) -> Baseline:

@@ -34,10 +34,10 @@ from heedful.measures.goals import BLOCK
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, pattern_of
 from heedful.measures.rows import check_sums, over_rows
-from heedful.measures.search import FORMED, block_of
+from heedful.measures.search import FORMED, block_of, pays_to_form
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
-from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
+from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
 from heedful.segments import Layout
 from heedful.shapes import Tensor
 from heedful.trimmed import Trimmed
@@ -45,7 +45,9 @@ from heedful.trimmed import Trimmed
 Matrix = AttentionOperator | Matrices
 """The weights of some heads: as a map, as they are, or in slabs."""
 
-TOGETHER = 3 << 22  # entries of the heads that are formed together: 48 MiB in float32
+TOGETHER = 3 << 22  # entries of the heads that are formed together on a CPU: 48 MiB in float32
+TOGETHER_ON_GPU = 1 << 28  # entries of matrices or sketches there: 1 GiB; short lengths wait for launches, not for them
+SKETCH_COLUMNS = 416  # of a sketch on a GPU, which has as many rows on both sides of A: 13 blocks of 64
 REACH = 8  # offsets on either side that count as positional
 FIRST = 4  # tokens that count as the first ones
 CERTIFIED = 0.01  # a singular value is certified where its bounds are so close
@@ -157,9 +159,13 @@ def rows_of(
 
 
 def together(call: Call) -> list[tuple[int, int]]:
-    """Which heads are measured together: groups as even as can be, single heads where they are not formed."""
-    pairs = call.q.shape[-2] * call.k.shape[-2]
-    most = max(1, TOGETHER // max(pairs, 1)) if pairs <= FORMED else 1
+    """Which heads are measured together, in even groups; on a CPU, heads that are not formed go one by one."""
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    if call.q.device.type == "cpu":
+        most = max(1, TOGETHER // max(n * m, 1)) if n * m <= FORMED else 1
+    else:
+        formed = pays_to_form(call.part(0, 1).operator().float())
+        most = max(1, TOGETHER_ON_GPU // max(n * m if formed else SKETCH_COLUMNS * (n + m), 1))
     step = ceil(call.heads / ceil(call.heads / most))
     return [(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
 
@@ -254,8 +260,7 @@ def _position_share(sums: RowSums, asked: Asked, offsets: Tensor, first: Tensor,
 
 
 def _of_random(call: Call, spread: float, baselines: Baselines) -> dict[str, Any]:
-    (n, width), m = call.q.shape[-2:], call.k.shape[-2]
-    base = baselines.of(n, m, call.pattern, width, spread)
+    base = baselines.of(RandomHead.like(call), spread)
     if base is None:
         return {"logit_std": _plain(spread)}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -82,8 +83,8 @@ class Worker:
         self.layers, self.how, self.device, self.count, self.ends = layers, how, device, count, ends
         self.tick, self.memory = tick, memory
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        # A GPU does one thing after the other in any case.
-        self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 1)
+        # On a GPU two threads measure while this one runs the model: they wait for the host's share of the work.
+        self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
         self.own = _Own()
         self.rooms = Rooms()
 
@@ -159,8 +160,12 @@ class Worker:
         if passed is not None:
             yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), team.HOLDING)
             return
-        for part in together(call):
-            yield self.team.hand(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
+        parts = together(call)
+        for part in parts:
+            job = self.team.hand(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
+            if call.q.device.type != "cpu" and len(parts) > 1:
+                job.result()  # each group takes all the memory that it may: one after the other
+            yield job
 
     def _read(self, call: Call, part: Part, tokens: Tensor | None) -> Pass:
         return read(call.part(*part), tokens, self.own.kept, self.rooms.lend())
@@ -175,9 +180,12 @@ class Worker:
         written: list[int],
     ) -> tuple[list[Row], list[Row]]:
         start = perf_counter()
-        passed = read()
-        looked = more(part, passed.matrix)
-        found = measured(call.part(*part), passed, self.how, self.baselines, first=part[0])
+        with (
+            torch.cuda.device(call.q.device) if call.q.is_cuda else nullcontext()
+        ):  # a thread starts with the first GPU
+            passed = read()
+            looked = more(part, passed.matrix)
+            found = measured(call.part(*part), passed, self.how, self.baselines, first=part[0])
         self.rooms.give_back(passed.room)
         if _writes(call) != written:
             raise Refused(
