@@ -6,10 +6,11 @@ PYTHON ?= python3
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
 MODEL ?= minilm
+WITH ?= $(PYTHON)
 
-.PHONY: help show scan theory test check bench peers figures clean
+.PHONY: help show scan theory test test-gpu test-wheel check bench peers figures clean
 help:  ## what one can do here
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 show: $(VENV)/.installed  ## the main job: every mechanism, its mathematics and its matrix
 	@$(BIN)/heedful show
@@ -24,6 +25,18 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-minilm check  ## all tests, and 
 	@echo "── theory"
 	@mkdir -p runs
 	@$(BIN)/heedful theory --fresh --out runs/theory --html runs/theory.html > runs/theory.txt; found=$$?; tail -n 12 runs/theory.txt; exit $$found
+
+test-gpu: $(VENV)/.installed-dev  ## the tests of the kernels on a GPU: about 8 minutes
+	@nvidia-smi > /dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi finds none"; exit 1; }
+	@$(BIN)/python -m pytest -n 14 tests/kernels
+
+test-wheel: $(VENV)/.installed-dev  ## install the built wheel into an empty environment, with torch alone: WITH=python3.12
+	@rm -rf runs/wheel && mkdir -p runs/wheel
+	@$(BIN)/uv build --quiet --wheel --out-dir runs/wheel
+	@$(BIN)/uv venv --quiet --python $(WITH) runs/wheel/env
+	@$(BIN)/uv pip install --quiet --python runs/wheel/env -c constraints.txt runs/wheel/*.whl
+	@cd runs/wheel && for example in streaming_decoder packed_batch; do env/bin/python ../../examples/$$example.py || exit 1; done
+	@rm -rf runs/wheel/env
 
 check: $(VENV)/.installed-dev  ## style and types
 	@echo "── style and types"

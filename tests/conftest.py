@@ -8,7 +8,9 @@ refused in the library's own words, and tests of those words must reach them.
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,3 +75,30 @@ def one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+MISSING = re.compile(r"not installed|no Chromium|can't be reached|make test installs it")
+"""Reasons of skipped tests that name a missing part of the environment, not a test that has nothing to check."""
+
+
+def _not_run(reporter) -> Counter[str]:
+    reasons = (str(report.longrepr[2]).removeprefix("Skipped: ") for report in reporter.stats.get("skipped", ()))
+    return Counter(reason for reason in reasons if MISSING.search(reason))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says at the end what was not run; CI has everything, so that there it is a failure."""
+    missing = _not_run(terminalreporter)
+    if not missing:
+        return
+    terminalreporter.section("not run here", red=bool(os.environ.get("CI")), yellow=True)
+    for reason, count in sorted(missing.items()):
+        terminalreporter.line(f"{count} skipped: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    is_worker = hasattr(session.config, "workerinput")
+    if os.environ.get("CI") and not is_worker and exitstatus == 0 and _not_run(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -445,8 +445,16 @@ def test_sizes_choose_the_launches():
 
 def test_short_sequences_take_one_launch_each_way(monkeypatch):
     fused = _triton_form()
+    from heedful.kernels import rehearsal
+
     real, keys = fused.launches.launch, []
-    monkeypatch.setattr(fused.launches, "launch", lambda plan, key, *rest: keys.append(key) or real(plan, key, *rest))
+
+    def launch(plan, key, *rest):
+        if not rehearsal.UNDER_WAY.get():  # the first call of a process compiles both passes before it launches them
+            keys.append(key)
+        return real(plan, key, *rest)
+
+    monkeypatch.setattr(fused.launches, "launch", launch)
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 2, 100, 8, 8, dtype=torch.float32))
     o, _ = fused.chunked_linear(q, k, v, feature="elu1")
     assert len(keys) == 1

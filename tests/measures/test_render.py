@@ -101,14 +101,14 @@ def test_names_are_escaped_in_a_page():
 
 @pytest.mark.parametrize("heads", [(), (2,)])
 def test_a_plot_is_a_chart(measure, heads):
-    pytest.importorskip("altair")
+    pytest.importorskip("altair", reason="altair is not installed: pip install 'heedful[plot]'")
     found = measure(operator(*heads))
     chart = found.plot().to_dict()
     assert "$schema" in chart and "values" in json.dumps(chart)
 
 
 def test_a_plot_of_rows_has_every_head_and_leaves_blind_queries_blank():
-    pytest.importorskip("altair")
+    pytest.importorskip("altair", reason="altair is not installed: pip install 'heedful[plot]'")
     x = torch.zeros(2, 6, 8)
     op = h.Softmax(h.Full()).operator(x, x, segments=torch.tensor([0, 0, 0, 0, -1, -1]))
     chart = h.row_statistics(op).plot().to_dict()
@@ -120,5 +120,5 @@ def test_a_plot_of_rows_has_every_head_and_leaves_blind_queries_blank():
 @pytest.mark.parametrize("name", ["rows", "concentration", "positions", "heads"])
 def test_without_altair_a_plot_says_how_to_install_it(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
-    with pytest.raises(ImportError, match=r"pip install 'heedful\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'heedful\[plot\]'"):
         MEASURES[name](operator()).plot()

@@ -314,7 +314,7 @@ def test_html_is_escaped():
 
 
 def test_a_plot_is_a_chart_of_all_heads():
-    pytest.importorskip("altair")
+    pytest.importorskip("altair", reason="altair is not installed: pip install 'heedful[plot]'")
     chart = h.spectrum(operator(n=60, heads=(2,)), 4).plot().to_dict()
     assert len(next(iter(chart["datasets"].values())) if "datasets" in chart else chart["data"]["values"]) == 8
 

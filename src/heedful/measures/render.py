@@ -133,7 +133,7 @@ def altair():
     try:
         import altair as found
     except ImportError:
-        raise ImportError("plot: needs altair. Install it with pip install 'heedful[report]'.") from None
+        raise ImportError("plot: needs altair. Install it with pip install 'heedful[plot]'.") from None
     return found
 
 
