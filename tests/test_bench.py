@@ -242,6 +242,22 @@ def test_a_missing_peer_is_named_and_stops_nothing(tmp_path, monkeypatch):
     assert "pip install gone-attention" in text and "? 2×" in text and "not measured" in text
 
 
+def test_gains_of_several_runs_are_a_range_judged_by_its_lowest(tmp_path, monkeypatch):
+    rival = Contender("rival", CASES["linear"].ours[0].make)
+    case = Case("alone", CASES["linear"].ours[:1], (rival,), {"rival": Goal(2, (64,))})
+    monkeypatch.setattr(tables, "CASES", {"alone": case})
+    journal = Journal(tmp_path / "rows.json", measure.PEER_KEY, provenance(TINY))
+    for run_number in (1, 2, 3):
+        measure.measure_peers([case], [64], TINY, journal, QUICK, lambda text: None, run_number)
+    rows = journal.rows()
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:  # as if the rival had taken 3, 1.5 and 6 times as long
+        row["seconds"] = 0.01 * ({1: 3, 2: 1.5, 3: 6}[row["run"]] if row["contender"] == "rival" else 1)
+    found = tables.verdicts(rows)[0]
+    assert found["gain"] == pytest.approx(1.5) and found["most"] == pytest.approx(6) and found["met"] is False
+    assert "1.5–6" in tables.peers_table(rows)
+
+
 def test_a_peer_that_breaks_is_reported(tmp_path):
     def broken(setting, n):
         raise AssertionError("sequence length must be divisible by 512")
@@ -249,7 +265,7 @@ def test_a_peer_that_breaks_is_reported(tmp_path):
     case = Case("alone", CASES["linear"].ours, (Contender("broken", broken),))
     journal = Journal(tmp_path / "rows.json", measure.PEER_KEY, provenance(TINY))
     measure.measure_peers([case], [64], TINY, journal, QUICK, lambda text: None)
-    assert journal.find(case="alone", contender="broken", n=64, **{"pass": FORWARD})["problem"] == (
+    assert journal.find(case="alone", contender="broken", n=64, run=1, **{"pass": FORWARD})["problem"] == (
         "AssertionError: sequence length must be divisible by 512"
     )
 
@@ -259,7 +275,7 @@ def test_a_peer_computes_what_it_is_compared_with(name, monkeypatch):
     case = CASES[name]
     rivals = [rival for rival in case.rivals if rival.same]
     if not all(rival.installed for rival in rivals):
-        pytest.skip(f"{', '.join(rival.name for rival in rivals)} not installed")
+        pytest.skip(f"nothing to compare with: make peers installs {', '.join(rival.name for rival in rivals)}")
     draw = Setting.draw  # small inputs: performer-pytorch's 1e-4 would swamp the features of large ones
     monkeypatch.setattr(Setting, "draw", lambda self, n: tuple(0.1 * x for x in draw(self, n)))
     found = measure._differences(case, Setting(heads=2, d=64, threads=1), 512)

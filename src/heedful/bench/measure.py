@@ -19,7 +19,7 @@ from heedful.mechanisms import Entry
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Causal, Full
 
-PEER_KEY = ("case", "contender", "n", "pass")
+PEER_KEY = ("case", "contender", "n", "pass", "run")
 GROWTH_KEY = ("entry", "n", "pass")
 MEMORY_KEY = ("entry", "n", "pass")
 
@@ -30,24 +30,24 @@ Say = Callable[[str], None]
 
 
 def measure_peers(
-    cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Journal, pace: Pace, say: Say
+    cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Journal, pace: Pace, say: Say, run: int = 1
 ) -> None:
-    """Every case at every length: all its contenders in interleaved rounds."""
+    """Every case at every length: all its contenders in interleaved rounds. `run` counts repetitions of the table."""
     for case in cases:
         for n in sizes:
-            todo = [which for which in PASSES if _outdated(case, n, which, journal)]
+            todo = [which for which in PASSES if _outdated(case, n, which, run, journal)]
             made = _make(case, setting, n) if todo else {}
             for which in PASSES:
                 rows = _run_cell(case, setting, n, which, made, pace) if which in todo else None
                 if rows is not None:
-                    journal.add(rows)
+                    journal.add({**row, "run": run} for row in rows)
                 say(f"{case.name}, N = {n}, {which}: " + (_spoken(rows) if rows is not None else "taken before"))
 
 
-def _outdated(case: Case, n: int, which: str, journal: Journal) -> bool:
+def _outdated(case: Case, n: int, which: str, run: int, journal: Journal) -> bool:
     """Whether a row is missing, or was refused for a package that is there now."""
     for contender in case.contenders:
-        row = journal.find(case=case.name, contender=contender.name, n=n, **{"pass": which})
+        row = journal.find(case=case.name, contender=contender.name, n=n, run=run, **{"pass": which})
         if row is None or (row["problem"] == contender.missing and contender.installed):
             return True
     return False

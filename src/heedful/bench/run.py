@@ -41,6 +41,7 @@ class Plan:
     only     cases and entries of the catalogue, by name; all where there is none
     sizes    lengths, instead of each table's own
     fresh    take rows again that were taken before
+    runs     repetitions of the table of peers, one after the other: gains move from run to run
 
     The memory table has one head: its figures are shares of the inputs, and long sequences shall fit.
     """
@@ -52,6 +53,7 @@ class Plan:
     sizes: tuple[int, ...] = ()
     fresh: bool = False
     pace: Pace = Pace()  # noqa: RUF009  (frozen)
+    runs: int = 1
 
     def journal(self, table: str) -> Journal:
         peers = GPU_KEY if self.on_gpu else PEER_KEY
@@ -99,8 +101,9 @@ def run(plan: Plan) -> dict[str, list[Row]]:
                         measure_gpu(works, setting, journal, progress.say)
                 case "peers":
                     sizes = plan.lengths(SIZES)
-                    with Progress(table, len(cases) * len(sizes) * len(PASSES)) as progress:
-                        measure_peers(cases, sizes, setting, journal, plan.pace, progress.say)
+                    with Progress(table, plan.runs * len(cases) * len(sizes) * len(PASSES)) as progress:
+                        for at in range(1, plan.runs + 1):
+                            measure_peers(cases, sizes, setting, journal, plan.pace, progress.say, at)
                 case "growth":
                     sizes = plan.lengths(GROWTH_SIZES)
                     pace = replace(plan.pace, least=2, budget=plan.pace.budget / 4, patience=plan.pace.patience / 5)

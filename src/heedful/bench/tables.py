@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from statistics import median
 
 from heedful.bench.cases import CASES, Case
 from heedful.bench.fits import Fit, crossover, growth
@@ -44,17 +45,21 @@ def _times(gain: float | None) -> str:
 # ── peers
 
 
-def gain(rows: Iterable[Row], case: str, way: str, rival: str, n: int, which: str) -> float | None:
-    """The rival's time over ours."""
-    found = {
-        row["contender"]: row["seconds"] for row in rows if (row["case"], row["n"], row["pass"]) == (case, n, which)
-    }
-    mine, theirs = found.get(way), found.get(rival)
-    return theirs / mine if mine and theirs else None
+def gains(rows: Iterable[Row], case: str, way: str, rival: str, n: int, which: str) -> list[float]:
+    """The rival's time over ours, in every run that has both."""
+    found: dict[int, dict[str, float | None]] = {}
+    for row in rows:
+        if (row["case"], row["n"], row["pass"]) == (case, n, which):
+            found.setdefault(row.get("run", 1), {})[row["contender"]] = row["seconds"]
+    pairs = ((run.get(way), run.get(rival)) for run in found.values())
+    return [theirs / mine for mine, theirs in pairs if mine and theirs]
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """One row for each way of ours, rival, length and pass, with the gain, and the goal where there is one."""
+    """One row for each way of ours, rival, length and pass: the lowest and the highest gain of all runs, and the goal.
+
+    A goal counts as met where the lowest gain meets it.
+    """
     answer = []
     for case in CASES.values():
         sizes = sorted({row["n"] for row in rows if row["case"] == case.name})
@@ -63,7 +68,8 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
                 goal = case.goals.get(rival.name)
                 for n in sizes:
                     for which in PASSES:
-                        found = gain(rows, case.name, way.name, rival.name, n, which)
+                        every = gains(rows, case.name, way.name, rival.name, n, which)
+                        found = min(every, default=None)
                         asked = goal.factor if goal and n in goal.sizes else None
                         answer.append(
                             {
@@ -73,6 +79,8 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
                                 "n": n,
                                 "pass": which,
                                 "gain": found,
+                                "most": max(every, default=None),
+                                "runs": len(every),
                                 "asked": asked,
                                 "met": None if asked is None or found is None else found >= asked,
                             }
@@ -84,7 +92,10 @@ def peers_table(rows: Sequence[Row]) -> str:
     """Times in milliseconds, gains, and the gains that were asked for."""
     if not rows:
         return "peers: nothing was measured."
-    lines = ["heedful against its peers: milliseconds, medians of interleaved rounds", setting_line(rows), ""]
+    head = "heedful against its peers: milliseconds, medians of interleaved rounds"
+    runs = max(row.get("run", 1) for row in rows)
+    head += f"\n{runs} runs: median times, lowest gains; the highest are below" if runs > 1 else ""
+    lines = [head, setting_line(rows), ""]
     body: list[list[str]] = [["", "N", "ours", "other", "gain", "ours", "other", "gain", "asked"]]
     heads = []
     answers = verdicts(rows)
@@ -109,7 +120,19 @@ def peers_table(rows: Sequence[Row]) -> str:
         "",
         f"{sum(met)} of {len(met)} asked gains are met" + (f", {unknown} not measured." if unknown else "."),
     ]
-    return "\n".join([*lines, *_remarks(rows)])
+    return "\n".join([*lines, *_ranges(answers), *_remarks(rows)])
+
+
+def _ranges(answers: Sequence[Row]) -> list[str]:
+    """The range of each gain over the runs, by length, where there were several."""
+    if max((a["runs"] for a in answers), default=1) < 2:
+        return []
+    body = [["", *(FORWARD, BOTH)]]
+    for ours, against in dict.fromkeys((a["ours"], a["against"]) for a in answers):
+        mine = [a for a in answers if (a["ours"], a["against"]) == (ours, against) and a["gain"]]
+        cells = [" · ".join(f"{a['gain']:.2g}–{a['most']:.2g}" for a in mine if a["pass"] == which) for which in PASSES]
+        body += [[f"{ours} against {against}", "", ""], ["", *cells]] if mine else []
+    return ["", "Gains from the lowest to the highest run, by length:", *columns(body, "<<<")]
 
 
 def _said(rows: Sequence[Row], case: Case, rival: str) -> str:
@@ -120,9 +143,11 @@ def _said(rows: Sequence[Row], case: Case, rival: str) -> str:
 
 
 def _peer_line(rows: Sequence[Row], case: Case, way: str, rival: str, n: int, answers: list[Row]) -> list[str]:
-    seconds = {
-        (row["contender"], row["pass"]): row["seconds"] for row in rows if (row["case"], row["n"]) == (case.name, n)
-    }
+    samples: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if (row["case"], row["n"]) == (case.name, n) and row["seconds"]:
+            samples.setdefault((row["contender"], row["pass"]), []).append(row["seconds"])
+    seconds = {key: median(x) for key, x in samples.items()}
     here = {a["pass"]: a for a in answers if a["n"] == n}
     cells = ["", str(n)]
     for which in PASSES:

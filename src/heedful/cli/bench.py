@@ -26,6 +26,7 @@ def bench_command(
     threads: Annotated[int | None, typer.Option("--threads", help="Threads of torch.  [default: torch's]")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="Count this process's time, not the clock's.")] = False,
     budget: Annotated[float, typer.Option("--budget", help="Seconds for each contender at each length.")] = 1.0,
+    runs: Annotated[int, typer.Option("--runs", help="Repetitions of the table of peers; gains as ranges.")] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where rows are kept.")] = Path("bench"),
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the crossovers, as SVG.")] = None,
@@ -62,6 +63,8 @@ def bench_command(
         check_limits({"--n": size})
     heads = (16 if gpu else 8) if heads is None else heads
     check_limits({"--heads": heads, "--d": d, "--seed": seed, "--threads": 1 if threads is None else threads})
+    if runs < 1:
+        fail(f"--runs {runs}: expected 1 or more.")
     if budget <= 0:
         fail(f"--budget {budget:g}: expected a number of seconds above 0.")
     setting = Setting(heads=heads, d=d, seed=seed, clock="cpu" if cpu_time else "wall")
@@ -71,7 +74,7 @@ def bench_command(
         if not torch.cuda.is_available():
             fail("--gpu: torch finds no GPU here. `heedful bench` without it measures the CPU.", code=1)
     sizes = tuple(sorted(set(n or [])))
-    plan = bench.Plan(out, setting, chosen, tuple(only or ()), sizes, fresh, Pace(budget=budget))
+    plan = bench.Plan(out, setting, chosen, tuple(only or ()), sizes, fresh, Pace(budget=budget), runs)
     with writing():
         rows = bench.run(plan)
         if plot is not None:
