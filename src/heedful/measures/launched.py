@@ -3,7 +3,7 @@
 What it does is what `linalg.Sketch` does, by as few launches as it takes:
 
     columns are made orthonormal by products alone, X L⁻ᵀ with L Lᵀ = XᵀX in float64, not by Householder's small steps
-    whether that did is asked once, when the sketch is solved: where it did not, the sketch is grown again with care
+    whether that did is asked once, when the sketch is solved: heads where it did not are sketched again with care
     of the products that the Ritz values come from the lower half alone is kept, which is what `eigh` reads
     small matrices are decomposed by the cores of the host, each by one of them
 """
@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from heedful.linalg import LOST, Ritz, Sketch
+from heedful.linalg import LOST, Linear, Ritz, Sketch
 from heedful.shapes import Bool, Float, Int, Tensor
 
 CORES = os.cpu_count() or 1
@@ -43,7 +44,8 @@ class LaunchedSketch(Sketch):
     [25.0, 16.0, 9.0]
     """
 
-    careful = False  # whether it is grown as on a CPU, since products alone did not do
+    careful: tuple[Int[Tensor, " c"], Sketch] | None = None
+    """Heads that products alone do not do for, and their sketch, which is grown as on a CPU."""
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -55,8 +57,8 @@ class LaunchedSketch(Sketch):
 
     @torch.no_grad()
     def grow(self) -> None:
-        if self.careful:
-            return super().grow()
+        if self.careful is not None:
+            self.careful[1].grow()
         self._told = None
         p = min(self.block, self.most - self.width)
         before, self.width = self.width, self.width + p
@@ -85,8 +87,6 @@ class LaunchedSketch(Sketch):
 
     @torch.no_grad()
     def solve(self) -> Ritz:
-        if self.careful:
-            return super().solve()
         k, batch = self.width, self._size.shape
         basis, _, inner = (x.narrow(1, 0, k) for x in self._flat)
         # All that can be asked for before the wait, which is in `eigh`.
@@ -102,15 +102,29 @@ class LaunchedSketch(Sketch):
         defect, *signs = torch.cat([defect, *signs], -1).cpu().split([1, k, k, len(self._made)], -1)
         squares, leaks, shares = found.unbind(-2)
         good = sound(_Made(*signs), [made.lengths.shape[-1] for made in self._made], torch.finfo(self.op.dtype).eps)
-        if not bool((good & (defect[:, 0] < ASTRAY)).all()):
-            self.careful = True
-            self._begin()
-            while self.width < k:
-                self.grow()
-            return self.solve()
-        self._told = squares.sum(-1).view(batch), defect.view(batch)
-        squares, leaks, shares = (x.flip(-1).view(*batch, k) for x in (squares, leaks, shares))
-        return Ritz(squares.clamp(min=0), leaks.clamp(min=0).sqrt(), left.shape[-1], shares / first)
+        bad = (~(good & (defect[:, 0] < ASTRAY))).nonzero()[:, 0]
+        captured, defect = squares.sum(-1), defect[:, 0]
+        squares, leaks, shares = (x.flip(-1) for x in (squares.clamp(min=0), leaks.clamp(min=0).sqrt(), shares / first))
+        if len(bad):
+            again = self._sketched_again(bad)
+            ritz = again.solve()
+            squares[bad], leaks[bad], shares[bad] = ritz.squares, ritz.leaks, ritz.shares
+            captured[bad], defect[bad] = again.captured, again.defect
+            _heads(self._basis)[bad.to(self.op.device), :k] = again.basis
+        self._told = captured.view(batch), defect.view(batch)
+        squares, leaks, shares = (x.view(*batch, k) for x in (squares, leaks, shares))
+        return Ritz(squares, leaks, left.shape[-1], shares)
+
+    def _sketched_again(self, bad: Int[Tensor, " c"]) -> Sketch:
+        """A sketch of these heads as wide as this one, by Householder's steps."""
+        if self.careful is None or not torch.equal(self.careful[0], bad):
+            heads = bad.to(self.op.device)
+            op = self.op[heads] if isinstance(self.op, Tensor) and self.op.ndim == 3 else _Some(self.op, heads)
+            self.careful = bad, Sketch(op, self.block, self.most, self.seed)
+        again = self.careful[1]
+        while again.width < self.width:
+            again.grow()
+        return again
 
     def take(self, heads: Int[Tensor, " c"]) -> LaunchedSketch:
         part = super().take(heads)
@@ -119,7 +133,26 @@ class LaunchedSketch(Sketch):
         part._made, part._told = [_Made(*(x[heads] for x in made)) for made in self._made], None
         if self._made:
             part._first = self._first[heads]
+        part.careful = None
         return part
+
+
+class _Some:
+    """Some heads of a batch of maps, which can't be taken out of it: products with all, zeros for the others."""
+
+    def __init__(self, op: Linear, heads: Int[Tensor, " c"]):
+        self.op, self.heads, self.dtype, self.device = op, heads, op.dtype, op.device
+        self.shape = (len(heads), *op.shape[-2:])
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        *batch, n, m = self.op.shape
+        whole = x.new_zeros(prod(batch), m, x.shape[-1])
+        whole[self.heads] = x
+        return (self.op @ whole.view(*batch, m, -1)).reshape(-1, n, x.shape[-1])[self.heads]
+
+    @property
+    def mT(self) -> _Some:
+        return _Some(self.op.mT, self.heads)
 
 
 def _ritz(
