@@ -165,9 +165,9 @@ def _ritz(
     """
     if gram.device.type == "cpu" or len(gram) == 1 or CORES < 8:
         return _decomposed(gram, left, first).cpu()
-    parts = [_on_host(x) for x in (gram, left, first)]
+    parts = [_on_host(x).chunk(CORES) for x in (gram, left, first)]
     torch.cuda.current_stream(gram.device).synchronize()
-    return torch.stack(list(_pool().map(_decomposed, *parts)))
+    return torch.cat(list(_pool().map(_decomposed, *parts)))
 
 
 def _decomposed(gram: Tensor, left: Tensor, first: Tensor) -> Float[Tensor, "*b 3 k"]:

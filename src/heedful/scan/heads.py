@@ -286,20 +286,19 @@ def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
     n, m = weights.shape[-2:]
     down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
     means = (down.mT @ (weights @ across)).reshape(-1, down.shape[1], across.shape[1]).double().cpu()
-    return [_picture(head, "none" if max(n, m) <= cells else "mean", max(n, m)) for head in means]
-
-
-def _picture(means: Tensor, pooling: str, tokens: int) -> dict[str, Any]:
-    scale = float(means.max())
-    shown = (means / max(scale, 1e-300) * 255).round().clamp(0, 255).to(torch.uint8)
-    return {
-        "height": shown.shape[0],
-        "width": shown.shape[1],
-        "cells": shown.flatten().tolist(),
-        "scale": scale,
-        "pooling": pooling,
-        "tokens_per_cell": tokens / max(shown.shape),
+    scales = means.amax((-2, -1))
+    shown = (means / scales.clamp(min=1e-300)[:, None, None] * 255).round().clamp(0, 255).to(torch.uint8)
+    height, width = shown.shape[1:]
+    shared = {
+        "height": height,
+        "width": width,
+        "pooling": "none" if max(n, m) <= cells else "mean",
+        "tokens_per_cell": max(n, m) / max(height, width),
     }
+    return [
+        {**shared, "cells": cells, "scale": scale}
+        for cells, scale in zip(shown.flatten(1).tolist(), scales.tolist(), strict=True)
+    ]
 
 
 def _blocks(length: int, cells: int, op: Matrix) -> Tensor:

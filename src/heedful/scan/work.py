@@ -85,6 +85,9 @@ class Worker:
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
         # On a GPU two threads measure while this one runs the model: they wait for the host's share of the work.
         self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
+        if torch.device(device).type == "cuda":
+            # torch loads its linear algebra for GPUs at the first use, and fails where two threads are the first.
+            torch.linalg.cholesky(torch.ones(1, 1, device=device))
         self.own = _Own()
         self.rooms = Rooms()
 
