@@ -103,7 +103,7 @@ class Featured(RecurrentMechanism):
             if out is not None:
                 return out
         if isinstance(segments, tuple):
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         if isinstance(self.feature_map, LogFeatureMap):
             with as_given(q):
                 refused, inputs, options = self._fused(q, k, v, segments)
@@ -330,7 +330,7 @@ def _as_batch(x: Tensor, batch: tuple[int, ...], size: tuple[int, int]) -> Tenso
 
 def _in_runs(segments: Tensor) -> bool:
     """Whether each segment is one run of tokens, which is what kernels take."""
-    return runs(segments.reshape(-1, segments.shape[-1]))[1]
+    return runs(segments.reshape(prod(segments.shape[:-1]), segments.shape[-1]))[1]
 
 
 def _into_runs(segments: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,14 +114,14 @@ class Linformer(Mechanism):
         if segments is None:
             return self._attend(E, F, q, k, v)
         if self.heads == 1 or not differ_by_head(segments):
-            return per_segment(partial(self._attend, E, F), q, k, v, segments)
+            return per_segment(partial(self._attend, E, F), q, k, v, segments, (E, F))
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         rows = []
         for head in range(self.heads):
             attend = partial(self._attend, E[head], F[head])
             each = q.select(-3, head), k.select(-3, head), v.select(-3, head)
-            rows.append(per_segment(attend, each[0], each[1], each[2], of_head(segments, head)))
+            rows.append(per_segment(attend, each[0], each[1], each[2], of_head(segments, head), (E, F)))
         return torch.stack(rows, -3)
 
     def _attend(

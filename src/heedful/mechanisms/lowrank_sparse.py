@@ -119,7 +119,7 @@ class LowRankSparse(RecurrentMechanism):
     def forward(self, q, k, v, *, segments=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
         if isinstance(segments, tuple):
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         with as_given(q):
             return self._attend(q, k, v, segments)
 

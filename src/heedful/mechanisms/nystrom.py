@@ -22,7 +22,7 @@ from heedful.kernels.iterated_inverse import inverse_products, inverse_times, it
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
-from heedful.segments import per_segment
+from heedful.segments import nothing_seen, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
@@ -90,8 +90,7 @@ class Nystrom(Mechanism):
             return per_segment(self, q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]
         if n == 0 or m == 0:
-            batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-            return v.new_zeros(*batch, n, v.shape[-1])
+            return nothing_seen(q, k, v)
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, x = q.to(wide), k.to(wide), v.to(wide)
         with as_given(q):

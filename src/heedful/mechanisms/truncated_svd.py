@@ -59,7 +59,7 @@ class TruncatedSVD(Mechanism):
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments)
         if segments is not None:
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         with as_given(q):
             return _times(self._nearest(q, k), v)
 
