@@ -287,7 +287,10 @@ def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedS
 
 
 def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> StridedSoftmax:
-    return StridedSoftmax(stride, window or None, causal, temperature=temperature)
+    """`window` keys before the query besides every `stride`-th one: with window = stride, A⁽¹⁾ ∪ A⁽²⁾ of the paper."""
+    strided = window <= 0 or stride < 1 or window % stride == 0  # the key `window` before is seen anyway
+    near = window if strided else window + 1  # its own key among them
+    return StridedSoftmax(stride, near or None, causal, temperature=temperature)
 
 
 def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: float = 1.0) -> DilatedSoftmax:
@@ -310,7 +313,7 @@ def _sparse_fixed_heads(
 def _strided_heads(
     stride: int = 128, window: int = 128, heads: int = 2, causal: bool = True, temperature: float = 1.0
 ) -> Mechanism:
-    near = Softmax(Window(window - 1, 0 if causal else window - 1), temperature=temperature)
+    near = Softmax(Window(window, 0 if causal else window), temperature=temperature)  # i − l … i: l keys and one's own
     far = StridedSoftmax(stride, None, causal, temperature=temperature)
     return _halves(near, far, _strided(stride, window, causal, temperature), heads)
 
