@@ -192,7 +192,7 @@ class FixedPattern(Mechanism):
         return self.kind in ("left", "right", "start", "end") or self._words() is not None
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if self.words is None:
             return
         if isinstance(self, RecurrentMechanism):
@@ -308,7 +308,7 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         return Recent(values, mean.double(), length)
 
     def step(self, state: Recent, q, k, v):
-        check_inputs(q, k, v)
+        check_inputs(q, k, v, mechanism=self)
         for name, x in (("q", q), ("k", k)):
             if x.shape[-2] != 1:
                 raise ValueError(f"{name}: {x.shape[-2]} tokens, expected 1: step takes one at a time; see prefill.")

@@ -177,7 +177,7 @@ class Linformer(Mechanism):
         return self.E, self.E if self.F is None else self.F
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(

@@ -63,7 +63,7 @@ class Nystrom(Mechanism):
         self.landmarks, self.iterations, self.scale = landmarks, iterations, scale
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         n, m, scale = q.shape[-2], k.shape[-2], self._scale(q)
         if segments is not None:
             unit = torch.eye(m, dtype=q.dtype, device=q.device)
@@ -85,7 +85,7 @@ class Nystrom(Mechanism):
             return ((Q @ K_.mT * scale).softmax(-1) @ Z @ (Q_ @ K.mT * scale).softmax(-1)).to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if segments is not None:
             return per_segment(self, q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]

@@ -151,7 +151,7 @@ class Perceiver(Mechanism):
         return self.d**-0.5 if self.scale is None else self.scale
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         if qkv[0].shape[-1] != self.d:
             raise ValueError(
                 f"q, k: width {qkv[0].shape[-1]}, expected d = {self.d}, that of the latents. Likely cause: the "

@@ -118,7 +118,7 @@ class Quadratic(Scored):
         return QuadraticRows(self.activation, self.normalise)
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         sees = visible(self.pattern, q.shape[-2], k.shape[-2], segments, q.device)
         with as_given(q):
             scores = q @ k.mT * self.score_scale(q.shape[-1])

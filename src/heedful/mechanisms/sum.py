@@ -151,7 +151,7 @@ class Sum(Mechanism):
         return total.to(dtype)
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         heads = self.weights.shape[1] if self.weights.ndim == 2 else 1
         if heads > 1 and batch[-1:] != (heads,):

@@ -89,7 +89,7 @@ class TruncatedSVD(Mechanism):
         return A if A.numel() == 0 else _BestOfRank.apply(A, self.rank)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.inner.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.inner.pattern, mechanism=self)
 
     def cost(self, dims: Dims) -> Cost:
         short, long = sorted((dims.n, dims.m))
