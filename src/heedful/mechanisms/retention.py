@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from heedful.constants import rounded_anew
 from heedful.feature_maps import Elu1, FeatureMap, Identity
 from heedful.mechanisms.featured import Featured
 from heedful.patterns import Causal
@@ -40,7 +41,15 @@ class Retention(Featured):
         decay = torch.as_tensor(decay, dtype=torch.float64)
         if decay.ndim > 1 or not bool(((decay > 0) & (decay <= 1)).all()):
             raise ValueError(f"decay: expected one number in (0, 1], or one for each head, got {decay.tolist()}.")
+        self.decay = decay.tolist()
         self.register_buffer("log_lambda", decay.log())
+
+    def _apply(self, fn, recurse=True):
+        before = self.log_lambda
+        super()._apply(fn, recurse)
+        exact = torch.tensor(self.decay, dtype=torch.float64)
+        self.log_lambda = rounded_anew(before, self.log_lambda, exact.log)
+        return self
 
     def log_decay(self):
         return self.log_lambda
