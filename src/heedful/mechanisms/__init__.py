@@ -319,14 +319,18 @@ def _strided_heads(
 
 
 def _tree(
-    length: int,
+    length: int | None = None,
     radius: int = 2,
     parents: tuple[int, ...] | None = None,
     causal: bool = False,
     temperature: float = 1.0,
 ) -> TreeSoftmax:
     """Without parents, those of a balanced tree over `length` tokens."""
-    return TreeSoftmax(balanced_tree(length) if parents is None else parents, radius, causal, temperature=temperature)
+    if parents is None and length is None:
+        raise TypeError(_needs("tree", ["length"]) + " Or give the parents of a tree of your own, parents=(1, -1, 1).")
+    return TreeSoftmax(
+        balanced_tree(length or 0) if parents is None else parents, radius, causal, temperature=temperature
+    )
 
 
 def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
@@ -462,6 +466,21 @@ _ENTRIES = (
 )
 # fmt: on
 
+
+def _needs(name: str, missing: list[str]) -> str:
+    """Which options an entry lacks, what they mean, and a call that works."""
+    facts = {option: FACTS.get(option, ("an option without a default", "…")) for option in missing}
+    meanings = "; ".join(f"{option}, {meaning}" for option, (meaning, _) in facts.items())
+    example = ", ".join(f"{option}={value}" for option, (_, value) in facts.items())
+    return f"{name} needs {meanings}. For example: heedful.build({name!r}, {example})."
+
+
+FACTS: dict[str, tuple[str, int]] = {
+    "d": ("the width of q and k in one head, q.shape[-1]", 64),
+    "length": ("the number of tokens of the longest sequence", 4096),
+}
+"""What options without a default mean, and an example of each."""
+
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
@@ -478,4 +497,7 @@ def build(name: str, **options: Any) -> Mechanism:
     for option in options:
         if option not in known:
             raise TypeError(f"{name} has no option {option!r}; it takes {', '.join(known)}.")
+    required = [option for option, default in known.items() if default is inspect.Parameter.empty]
+    if missing := [option for option in required if option not in options]:
+        raise TypeError(_needs(name, missing))
     return CATALOG[name].build(**options)
