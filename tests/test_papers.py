@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from math import comb
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +108,13 @@ def test_dilated_windows_have_gaps_of_one_size(causal):
     for i, keys in enumerate(seen(h.build("dilated", window=4, gap=3, causal=causal))):
         steps = range(-3, 1) if causal else range(-3, 4)
         assert keys == {i + 3 * step for step in steps} & set(range(N))
+
+
+# The page that compares all of them.
+
+
+def test_the_page_names_every_entry():
+    page = (Path(__file__).parents[1] / "docs" / "papers.md").read_text()
+    named = set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))))
+    fixed = {name for name, entry in h.CATALOG.items() if entry.family == "fixed"}
+    assert named | fixed == set(h.CATALOG)

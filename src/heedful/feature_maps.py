@@ -233,7 +233,10 @@ class Taylor(FeatureMap):
 
 
 class Hedgehog(LogFeatureMap):
-    """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347)."""
+    """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347).
+
+    The paper's [exp(W x + b), exp(−W x − b)], each half divided by its sum, and without b. W starts as the identity.
+    """
 
     def __init__(self, d: int, heads: int = 1):
         super().__init__()

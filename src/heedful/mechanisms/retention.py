@@ -4,6 +4,9 @@ matrix      A_ij = λ^{i−j} φ(q_i)·φ(k_j) / z_i,  j ≤ i;  z_i = Σ_{l≤i
 fast        chunks of c, the decay carried in logarithms
 recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
 cost        2n(c(r + e) + 2re) flops, state r(e + 1), or re without normaliser
+
+The paper rotates q and k before (a layer's rotary positions do that), and divides scores by √d and by norms of D and of
+the rows, which the group norm after it takes out again; none of these is part of A here.
 """
 
 from __future__ import annotations
