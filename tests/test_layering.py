@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "src" / "heedful"
 
 # A module may import from its own layer and from the layers before it.
 LAYERS = [
-    {"shapes"},
+    {"shapes", "constants"},
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
     {"inputs", "core", "operator"},
     {"mechanisms"},

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -213,6 +215,39 @@ class NeedsAKey(Dense):
         return super().weights(scores, sees, segments)
 
 
+class NeedsATokenUnderSegments(Dense):
+    """What `reshape(-1, n)` of the ids does."""
+
+    def check(self, q, k, v, segments):
+        super().check(q, k, v, segments)
+        if isinstance(segments, torch.Tensor):
+            segments.reshape(-1, segments.shape[-1])
+
+
+class NeedsABatchUnderSegments(Dense):
+    def check(self, q, k, v, segments):
+        super().check(q, k, v, segments)
+        if segments is not None and k.shape[-2]:
+            k.amax()
+
+
+class PrefillNeedsAToken(h.Softmax):
+    def prefill(self, q, k, v, *, segments=None):
+        assert segments is None or k.shape[-2], "no segment to go on with"
+        return super().prefill(q, k, v, segments=segments)
+
+
+class AdjointNeedsAQuery(h.Softmax):
+    def products(self, q, k, *, segments=None):
+        apply, adjoint = super().products(q, k, segments=segments)
+
+        def of_some(y):
+            assert y.shape[-2], "no row to start from"
+            return adjoint(y)
+
+        return apply, of_some
+
+
 class ReadsMemoryInOrder(Dense):
     """What a kernel does that takes a pointer and forgets the strides."""
 
@@ -284,6 +319,30 @@ class ClipsScores(Dense):
 class NaNOnMaskedRows(Dense):
     def weights(self, scores, sees, segments):
         return scores.masked_fill(~sees, -torch.inf).softmax(-1) if scores.shape[-1] else scores
+
+
+class CutsTheGraph(Dense):
+    """Fresh zeros where no query sees a key: the right numbers, and a backward pass that raises."""
+
+    def forward(self, q, k, v, *, segments=None):
+        out = super().forward(q, k, v, segments=segments)
+        return out if self.sees(q, k, segments).any() else torch.zeros_like(out)
+
+
+class CutsTheGraphOfQueries(Dense):
+    """The same, but the zeros depend on the values, so that only queries and keys are cut off."""
+
+    def forward(self, q, k, v, *, segments=None):
+        out = super().forward(q, k, v, segments=segments)
+        return out if self.sees(q, k, segments).any() else out.detach() + 0 * v.sum((-2, -1), keepdim=True)
+
+
+class SumsRowsOverNothing(h.Softmax):
+    """NaN in the sums over rows where no query sees a key, as a mean over nothing gives."""
+
+    def row_sums(self, q, k, request, *, segments=None):
+        sums = super().row_sums(q, k, request, segments=segments)
+        return replace(sums, total=sums.total / sums.count.any())
 
 
 class LeavesPaddingUnwritten(Dense):
@@ -424,6 +483,10 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     AbsolutePositions: {"padded_and_packed_equal_separate"},
     HidesPaddingByAPenalty: {"padding_has_no_say"},
     NeedsAKey: {"empty_sequences_work"},
+    NeedsATokenUnderSegments: {"empty_sequences_work"},
+    NeedsABatchUnderSegments: {"empty_sequences_work"},
+    PrefillNeedsAToken: {"empty_sequences_work"},
+    AdjointNeedsAQuery: {"empty_sequences_work"},
     ReadsMemoryInOrder: {"strides_do_not_matter"},
     FlattensTheBatch: {"batch_axes_broadcast"},
     AccumulatesInLowPrecision: {"precision_is_no_worse_than_naive"},
@@ -434,6 +497,9 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     NoMaximum: {"large_logits_stay_finite"},
     ClipsScores: {"large_logits_stay_finite"},
     NaNOnMaskedRows: {"masked_rows_are_zero", "padded_and_packed_equal_separate"},
+    CutsTheGraph: {"masked_rows_are_zero", "empty_sequences_work"},
+    CutsTheGraphOfQueries: {"masked_rows_are_zero"},
+    SumsRowsOverNothing: {"masked_rows_are_zero"},
     LeavesPaddingUnwritten: {"every_output_is_written"},
     ClaimsAThird: {"flops_are_what_cost_says"},
     ClaimsThrice: {"flops_are_what_cost_says"},

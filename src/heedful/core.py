@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from heedful.inputs import check_inputs
+from heedful.inputs import check_inputs, forget_device
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
@@ -166,7 +166,7 @@ class Mechanism(nn.Module, ABC):
     @final
     def operator(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> AttentionOperator:
         """A(q, k) as a linear operator that is never formed."""
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         apply, adjoint = self.products(q, k, segments=segments)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         return AttentionOperator(
@@ -197,6 +197,10 @@ class Mechanism(nn.Module, ABC):
             lambda: self.formed(q.float(), k.float(), segments=segments),
             walked=isinstance(products, Walked),
         )
+
+    def _apply(self, fn, recurse=True):  # what `to`, `cuda` and `double` go through
+        forget_device(self)
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return repr(self.pattern)

@@ -233,14 +233,18 @@ class Taylor(FeatureMap):
 
 
 class Hedgehog(LogFeatureMap):
-    """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347)."""
+    """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347).
+
+    The paper's [exp(W x + b), exp(−W x − b)], each half divided by its sum, and without b. W starts as the identity.
+    """
 
     def __init__(self, d: int, heads: int = 1):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
 
     def log_query(self, x):
-        y = x @ self.weight.to(x.dtype).mT
+        weight = self.weight if len(self.weight) > 1 else self.weight[0]  # shared: x needs no axis of heads
+        y = x @ weight.to(x.dtype).mT
         return torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], -1)
 
     def dim(self, d):

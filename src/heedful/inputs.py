@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
@@ -43,8 +45,16 @@ def check_inputs(
     *,
     segments: Segments | None = None,
     pattern: Pattern | None = None,
+    mechanism: nn.Module | None = None,
 ) -> None:
-    """Raise an error that names the argument, what was given, what was expected, and the likely cause."""
+    """Raise an error that names the argument, what was given, what was expected, and the likely cause.
+
+    mechanism   the one that is called: its parameters and buffers must be where q is
+    """
+    if mechanism is not None and isinstance(q, Tensor) and not torch.compiler.is_compiling():
+        known = _devices.get(mechanism)
+        if known != q.device:
+            _check_device(mechanism, q)
     if segments is None and not _finite_required and _are_alike(q, k, v):
         return  # the usual case, on the way to a kernel that takes less time than these checks
     named = {"q": q, "k": k} | ({} if v is None else {"v": v})
@@ -89,9 +99,9 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor | None) -> bool:
     )
 
 
-def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int) -> None:
+def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int, mechanism: nn.Module | None = None) -> None:
     """What `step` takes: `check_inputs`, one token in each, and the widths d and e that the state was made for."""
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, mechanism=mechanism)
     for name, x, width in (("q", q, d), ("k", k, d), ("v", v, e)):
         if x.shape[-2] != 1:
             raise ValueError(
@@ -103,6 +113,28 @@ def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int) -> None:
                 f"{name}: width {x.shape[-1]} {_shape(x)}, expected {width} as in the state. Likely cause: a state of "
                 "another layer."
             )
+
+
+_devices: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
+"""Where each mechanism was found to be, so that a call asks once: going through its tensors takes microseconds."""
+
+
+def forget_device(mechanism: nn.Module) -> None:
+    """Look again where the tensors of a mechanism are: they were moved."""
+    _devices.pop(mechanism, None)
+
+
+def _check_device(mechanism: nn.Module, q: Tensor) -> None:
+    kinds = {"parameter": mechanism.named_parameters(), "buffer": mechanism.named_buffers()}
+    held = [(f"{kind} {name!r}", x.device) for kind, tensors in kinds.items() for name, x in tensors]
+    elsewhere = [f"{name} is on {device}" for name, device in held if device != q.device]
+    if elsewhere:
+        more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
+        raise ValueError(
+            f"{type(mechanism).__name__}: {', '.join(elsewhere[:3])}{more}, but q is on {q.device}, expected the same. "
+            "Likely cause: the mechanism was not moved with the inputs: mechanism.to(q.device)."
+        )
+    _devices[mechanism] = q.device
 
 
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
@@ -154,6 +186,8 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor) -> None:
                 f"{name}: expected an integer tensor of segment ids (negative: padding), got {given}. A boolean mask "
                 "becomes one with heedful.segments.from_mask(mask)."
             )
+        if ids.device != q.device:
+            raise ValueError(f"{name}: on {ids.device}, expected {q.device} like q: move them with .to(q.device).")
         if ids.ndim < 1 or ids.shape[-1] != length:
             raise ValueError(
                 f"{name}: shape {_shape(ids)}, expected (*batch, {length}), one id for each token. Likely cause: with "

@@ -266,11 +266,13 @@ class Global(Pattern):
 
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
-    """Every block of `size` is joined with `count` random earlier blocks, in both directions.
+    """Every block of `size` is joined with `count` different random earlier blocks, in both directions.
 
-    The draw for block I depends on the seed and on I alone, never on the length, so that a longer sequence
-    keeps the links of a shorter one and a decoder sees what the encoder saw. (BigBird, Zaheer et al. 2020,
-    arXiv:2007.14062, draws among all blocks of a fixed length.)
+    A block with no more than `count` before it is joined with all of them. The draw for block I depends on the seed and
+    on I alone, never on the length, so that a longer sequence keeps the links of a shorter one and a decoder sees what
+    the encoder saw. (BigBird, Zaheer et al. 2020, arXiv:2007.14062, draws among all blocks of a fixed length, and its
+    code leaves out those of the window and of the global tokens. Here a link may fall on a key that another part of the
+    pattern shows too.)
     """
 
     size: int
@@ -298,6 +300,9 @@ class RandomBlocks(Pattern):
         return _clip([(block * self.size, (block + 1) * self.size) for block in sorted(seen)], m)
 
 
+NO_BLOCK = torch.iinfo(torch.long).min
+
+
 def _room(blocks: int) -> int:
     """A few lengths of table serve every length of sequence."""
     return 1 << max(blocks - 1, 0).bit_length()
@@ -305,10 +310,18 @@ def _room(blocks: int) -> int:
 
 @lru_cache(maxsize=16)
 def _draws(seed: int, count: int, blocks: int) -> Int[Tensor, "count blocks"]:
-    """The earlier blocks that each block draws; block 0 has none, and what it holds is no block."""
+    """The different earlier blocks that each block draws, all of them where there are fewer; then `NO_BLOCK`.
+
+    Floyd's sampling: of the blocks below `last`, one at random, or `last` itself where that one was drawn before. Every
+    set of `count` earlier blocks is as likely as any other.
+    """
     at = torch.arange(blocks)
-    draws = torch.stack([_scramble(at, seed * 1009 + k) % at.clamp(min=1) for k in range(count)])
-    draws[:, 0] = torch.iinfo(draws.dtype).min
+    draws = torch.full((count, blocks), NO_BLOCK)
+    for k in range(count):
+        last = at - count + k
+        drawn = _scramble(at, seed * 1009 + k) % (last + 1).clamp(min=1)
+        drawn = torch.where((draws[:k] == drawn).any(0), last, drawn)
+        draws[k] = torch.where(at >= count, drawn, torch.where(at > k, k, NO_BLOCK))
     return draws
 
 
@@ -318,7 +331,8 @@ def _drawn_by(seed: int, count: int, blocks: int) -> list[list[int]]:
     later: list[list[int]] = [[] for _ in range(blocks)]
     for row in _draws(seed, count, blocks)[:, 1:].tolist():
         for block, earlier in enumerate(row, 1):
-            later[earlier].append(block)
+            if earlier != NO_BLOCK:
+                later[earlier].append(block)
     return later
 
 

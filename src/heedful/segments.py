@@ -151,18 +151,36 @@ def allowed(pattern: Pattern, layout: Layout) -> Bool[Tensor, "*b n m"]:
     return same & real & pattern.allows(layout.query_positions[..., :, None], layout.key_positions[..., None, :])
 
 
+def nothing_seen(
+    q: Float[Tensor, "*#b n d"], k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"], *learned: Tensor
+) -> Float[Tensor, "*b n e"]:
+    """The output where no query sees any key: zeros, made of q, k, v and `learned` so that their gradients are zeros.
+
+    >>> q, k, v = torch.randn(3, 2, 4, requires_grad=True).unbind()
+    >>> nothing_seen(q, k, v).sum().backward()
+    """
+    out = q[..., :0].sum(-1, keepdim=True) + v[..., :0, :].sum(-2, keepdim=True)  # a sum over nothing is 0, never NaN
+    for empty in (k[..., :0, :0].sum((-2, -1), keepdim=True), *(x.flatten()[:0].sum() for x in learned)):
+        out = out + empty
+    return out.to(v.dtype)  # autocast adds in float32
+
+
 def per_segment(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],
     v: Float[Tensor, "*#b m e"],
     segments: Segments,
+    learned: Iterable[Tensor] = (),
 ) -> Float[Tensor, "*b n e"]:
-    """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment."""
+    """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment.
+
+    learned   parameters that `attend` reads: where no query sees a key, their gradients are zeros
+    """
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
-    out = q.new_zeros(*batch, q.shape[-2], v.shape[-1])
+    out, attended = q.new_zeros(*batch, q.shape[-2], v.shape[-1]), False
     for index, query_ids, key_ids in _each_row(layout, len(batch)):
         for segment in query_ids[query_ids >= 0].unique().tolist():
             rows, cols = (query_ids == segment).nonzero()[:, 0], (key_ids == segment).nonzero()[:, 0]
@@ -170,7 +188,8 @@ def per_segment(
                 continue
             part = attend(q[index][..., rows, :], k[index][..., cols, :], v[index][..., cols, :])
             out[index].index_copy_(-2, rows, part)
-    return out
+            attended = True
+    return out if attended else nothing_seen(q, k, v, *learned)
 
 
 def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ...], Tensor, Tensor]]:

@@ -287,7 +287,10 @@ def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedS
 
 
 def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> StridedSoftmax:
-    return StridedSoftmax(stride, window or None, causal, temperature=temperature)
+    """`window` keys before the query besides every `stride`-th one: with window = stride, A⁽¹⁾ ∪ A⁽²⁾ of the paper."""
+    strided = window <= 0 or stride < 1 or window % stride == 0  # the key `window` before is seen anyway
+    near = window if strided else window + 1  # its own key among them
+    return StridedSoftmax(stride, near or None, causal, temperature=temperature)
 
 
 def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: float = 1.0) -> DilatedSoftmax:
@@ -310,20 +313,24 @@ def _sparse_fixed_heads(
 def _strided_heads(
     stride: int = 128, window: int = 128, heads: int = 2, causal: bool = True, temperature: float = 1.0
 ) -> Mechanism:
-    near = Softmax(Window(window - 1, 0 if causal else window - 1), temperature=temperature)
+    near = Softmax(Window(window, 0 if causal else window), temperature=temperature)  # i − l … i: l keys and one's own
     far = StridedSoftmax(stride, None, causal, temperature=temperature)
     return _halves(near, far, _strided(stride, window, causal, temperature), heads)
 
 
 def _tree(
-    length: int,
+    length: int | None = None,
     radius: int = 2,
     parents: tuple[int, ...] | None = None,
     causal: bool = False,
     temperature: float = 1.0,
 ) -> TreeSoftmax:
     """Without parents, those of a balanced tree over `length` tokens."""
-    return TreeSoftmax(balanced_tree(length) if parents is None else parents, radius, causal, temperature=temperature)
+    if parents is None and length is None:
+        raise TypeError(_needs("tree", ["length"]) + " Or give the parents of a tree of your own, parents=(1, -1, 1).")
+    return TreeSoftmax(
+        balanced_tree(length or 0) if parents is None else parents, radius, causal, temperature=temperature
+    )
 
 
 def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
@@ -459,6 +466,21 @@ _ENTRIES = (
 )
 # fmt: on
 
+
+def _needs(name: str, missing: list[str]) -> str:
+    """Which options an entry lacks, what they mean, and a call that works."""
+    facts = {option: FACTS.get(option, ("an option without a default", "…")) for option in missing}
+    meanings = "; ".join(f"{option}, {meaning}" for option, (meaning, _) in facts.items())
+    example = ", ".join(f"{option}={value}" for option, (_, value) in facts.items())
+    return f"{name} needs {meanings}. For example: heedful.build({name!r}, {example})."
+
+
+FACTS: dict[str, tuple[str, int]] = {
+    "d": ("the width of q and k in one head, q.shape[-1]", 64),
+    "length": ("the number of tokens of the longest sequence", 4096),
+}
+"""What options without a default mean, and an example of each."""
+
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
@@ -475,4 +497,7 @@ def build(name: str, **options: Any) -> Mechanism:
     for option in options:
         if option not in known:
             raise TypeError(f"{name} has no option {option!r}; it takes {', '.join(known)}.")
+    required = [option for option, default in known.items() if default is inspect.Parameter.empty]
+    if missing := [option for option in required if option not in options]:
+        raise TypeError(_needs(name, missing))
     return CATALOG[name].build(**options)

@@ -71,7 +71,7 @@ class Featured(RecurrentMechanism):
         return None if decay is None else decay[..., None]
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         n, m = q.shape[-2], k.shape[-2]
         layout = resolve(segments, n, m, q.device)
         sees = visible(self.pattern, n, m, segments, q.device)
@@ -97,13 +97,13 @@ class Featured(RecurrentMechanism):
         return weights.to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if segments is None and q.is_cuda and not torch.compiler.is_compiling():
             out = self._again(q, k, v)
             if out is not None:
                 return out
         if isinstance(segments, tuple):
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         if isinstance(self.feature_map, LogFeatureMap):
             with as_given(q):
                 refused, inputs, options = self._fused(q, k, v, segments)
@@ -180,7 +180,7 @@ class Featured(RecurrentMechanism):
         return said, inputs, options
 
     def prefill(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if isinstance(segments, tuple):
             raise ValueError("segments: a pair, expected one tensor: tokens that follow are queries and keys alike.")
         out, state = self._run(q, k, v, segments)
@@ -263,7 +263,7 @@ class Featured(RecurrentMechanism):
             return self._step(state, q, k, v)
 
     def _step(self, state: Running, q, k, v):
-        check_token(q, k, v, d=q.shape[-1], e=state.S.shape[-1])
+        check_token(q, k, v, d=q.shape[-1], e=state.S.shape[-1], mechanism=self)
         if self.feature_map.dim(q.shape[-1]) != state.S.shape[-2]:
             raise ValueError(
                 f"q: width {q.shape[-1]} gives {self.feature_map.dim(q.shape[-1])} features, expected "
@@ -330,7 +330,7 @@ def _as_batch(x: Tensor, batch: tuple[int, ...], size: tuple[int, int]) -> Tenso
 
 def _in_runs(segments: Tensor) -> bool:
     """Whether each segment is one run of tokens, which is what kernels take."""
-    return runs(segments.reshape(-1, segments.shape[-1]))[1]
+    return runs(segments.reshape(prod(segments.shape[:-1]), segments.shape[-1]))[1]
 
 
 def _into_runs(segments: Tensor) -> tuple[Tensor, Tensor]:

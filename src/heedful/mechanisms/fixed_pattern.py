@@ -31,7 +31,7 @@ from heedful.kernels.fixed_heads.reference import APART
 from heedful.kernels.prefix import weighted_prefix_mean
 from heedful.kernels.prefix.reference import BLOCK, weighted_mean
 from heedful.patterns import Causal, Pattern
-from heedful.segments import Layout, Segments, in_last, resolve
+from heedful.segments import Layout, Segments, in_last, nothing_seen, resolve
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
@@ -139,7 +139,7 @@ class FixedPattern(Mechanism):
         n, m = q.shape[-2], k.shape[-2]
         shape = (*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
         if 0 in shape or m == 0:
-            rows = v.new_zeros(shape)
+            rows = nothing_seen(q, k, v)
         elif segments is None and self.kernel_kind is not None:
             rows = fixed_heads(v, (self.kernel_kind,), n)
         else:
@@ -192,7 +192,7 @@ class FixedPattern(Mechanism):
         return self.kind in ("left", "right", "start", "end") or self._words() is not None
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if self.words is None:
             return
         if isinstance(self, RecurrentMechanism):
@@ -240,7 +240,7 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
     if v.shape[:-2] != batch:
         v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
-        return v.new_zeros(*batch, n, v.shape[-1])
+        return nothing_seen(q, k, v)
     rows = fixed_heads.again(v, kinds, n) if v.is_cuda and not torch.compiler.is_compiling() else None
     return _unread(fixed_heads(v, kinds, n) if rows is None else rows, q, k)
 
@@ -308,7 +308,7 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         return Recent(values, mean.double(), length)
 
     def step(self, state: Recent, q, k, v):
-        check_inputs(q, k, v)
+        check_inputs(q, k, v, mechanism=self)
         for name, x in (("q", q), ("k", k)):
             if x.shape[-2] != 1:
                 raise ValueError(f"{name}: {x.shape[-2]} tokens, expected 1: step takes one at a time; see prefill.")

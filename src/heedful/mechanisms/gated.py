@@ -157,7 +157,7 @@ class GatedLinear(Featured):
         return Cost(dims.batch * tokens * (inside + 4 * r * e) + gates, plain.bytes, plain.state)
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         k = qkv[1]
         if k.shape[-1] != self.d:
             raise ValueError(

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from heedful.constants import rounded_anew
 from heedful.core import Cost, Dims, Mechanism
 from heedful.inputs import check_inputs
 from heedful.kernels.blocked.reference import blocked_adjoint
@@ -85,11 +86,26 @@ class Linformer(Mechanism):
         self.F = None if shared else self._hold(generator)
 
     def _hold(self, generator: torch.Generator) -> nn.Parameter | nn.Buffer:
-        shape = (self.rank, self.length) if self.heads == 1 else (self.heads, self.rank, self.length)
         if self.projection == "pooled":
-            return nn.Buffer(_means(self.rank, self.length).expand(shape).clone())
-        entries = torch.randn(shape, generator=generator) * self.length**-0.5
+            return nn.Buffer(self._pooled().to(torch.get_default_dtype()))
+        entries = torch.randn(self._shape, generator=generator) * self.length**-0.5
         return nn.Parameter(entries) if self.projection == "learned" else nn.Buffer(entries)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (self.rank, self.length) if self.heads == 1 else (self.heads, self.rank, self.length)
+
+    def _pooled(self) -> Tensor:
+        return _means(self.rank, self.length).expand(self._shape).clone()
+
+    def _apply(self, fn, recurse=True):
+        before = zip("EF", self._projections(), strict=True)
+        super()._apply(fn, recurse)
+        for name, old in before:
+            new = self._buffers.get(name)
+            if self.projection == "pooled" and new is not None:
+                self._buffers[name] = rounded_anew(old, new, self._pooled)
+        return self
 
     def matrix(self, q, k, *, segments=None):
         self._check(q, k, None, segments)
@@ -114,14 +130,14 @@ class Linformer(Mechanism):
         if segments is None:
             return self._attend(E, F, q, k, v)
         if self.heads == 1 or not differ_by_head(segments):
-            return per_segment(partial(self._attend, E, F), q, k, v, segments)
+            return per_segment(partial(self._attend, E, F), q, k, v, segments, (E, F))
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         rows = []
         for head in range(self.heads):
             attend = partial(self._attend, E[head], F[head])
             each = q.select(-3, head), k.select(-3, head), v.select(-3, head)
-            rows.append(per_segment(attend, each[0], each[1], each[2], of_head(segments, head)))
+            rows.append(per_segment(attend, each[0], each[1], each[2], of_head(segments, head), (E, F)))
         return torch.stack(rows, -3)
 
     def _attend(
@@ -177,7 +193,7 @@ class Linformer(Mechanism):
         return self.E, self.E if self.F is None else self.F
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(
@@ -230,6 +246,9 @@ def _times(P: Float[Tensor, "r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor,
 
 
 def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
-    """Each row the mean of one piece."""
+    """Each row the mean of one piece, in float64."""
     pieces = torch.arange(length).tensor_split(rank)
-    return torch.stack([torch.zeros(length).index_fill(0, piece, 1 / len(piece)) for piece in pieces])
+    rows = torch.zeros(rank, length, dtype=torch.float64)
+    for row, piece in zip(rows, pieces, strict=True):
+        row[piece] = 1 / len(piece)
+    return rows

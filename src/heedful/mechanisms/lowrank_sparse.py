@@ -102,7 +102,7 @@ class LowRankSparse(RecurrentMechanism):
         self.scale = own if scale is None else scale
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         n, m = q.shape[-2], k.shape[-2]
         layout = resolve(segments, n, m, q.device)
         distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
@@ -117,9 +117,9 @@ class LowRankSparse(RecurrentMechanism):
         return log.exp().to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if isinstance(segments, tuple):
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         with as_given(q):
             return self._attend(q, k, v, segments)
 
@@ -208,7 +208,7 @@ class LowRankSparse(RecurrentMechanism):
         return state._replace(S=S, z=state.z * fall + y.sum(-2), log_scale=scale)
 
     def step(self, state: Queue, q, k, v):
-        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1])
+        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1], mechanism=self)
         with as_given(q):
             return self._step(state, q, k, v)
 

@@ -137,7 +137,7 @@ class ExternalMemory(Scored):
         return super().step(state, q, k, v)
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.heads > 1 and batch[-1:] != (self.heads,):
             raise ValueError(

@@ -164,7 +164,7 @@ class Mixture(Mechanism):
         return "\n".join(lines)
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.kv_heads is None and batch[-1:] == (self.heads,):
             return

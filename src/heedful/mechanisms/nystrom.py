@@ -22,7 +22,7 @@ from heedful.kernels.iterated_inverse import inverse_products, inverse_times, it
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
-from heedful.segments import per_segment
+from heedful.segments import nothing_seen, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
@@ -63,7 +63,7 @@ class Nystrom(Mechanism):
         self.landmarks, self.iterations, self.scale = landmarks, iterations, scale
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         n, m, scale = q.shape[-2], k.shape[-2], self._scale(q)
         if segments is not None:
             unit = torch.eye(m, dtype=q.dtype, device=q.device)
@@ -85,13 +85,12 @@ class Nystrom(Mechanism):
             return ((Q @ K_.mT * scale).softmax(-1) @ Z @ (Q_ @ K.mT * scale).softmax(-1)).to(q.dtype)
 
     def forward(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         if segments is not None:
             return per_segment(self, q, k, v, segments)
         n, m = q.shape[-2], k.shape[-2]
         if n == 0 or m == 0:
-            batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-            return v.new_zeros(*batch, n, v.shape[-1])
+            return nothing_seen(q, k, v)
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, x = q.to(wide), k.to(wide), v.to(wide)
         with as_given(q):

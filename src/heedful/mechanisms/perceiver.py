@@ -27,7 +27,7 @@ from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
-from heedful.segments import Segments, differ_by_head, of_head, per_segment
+from heedful.segments import Segments, differ_by_head, nothing_seen, of_head, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 Weights = tuple[Tensor, Tensor, Tensor]
@@ -107,9 +107,8 @@ class Perceiver(Mechanism):
 
     def _attend(self, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence by the fast path."""
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         if k.shape[-2] == 0:
-            return v.new_zeros(*batch, q.shape[-2], v.shape[-1])
+            return nothing_seen(q, k, v, *weights)
         wide = torch.promote_types(q.dtype, torch.float32)
         L, W, U = (x.to(wide) for x in weights)
         lead = broadcast_shapes(k.shape[:-2], v.shape[:-2])
@@ -135,14 +134,14 @@ class Perceiver(Mechanism):
         if segments is None:
             return attend(weights, q, k, v)
         if self.heads == 1 or not differ_by_head(segments):
-            return per_segment(partial(attend, weights), q, k, v, segments)
+            return per_segment(partial(attend, weights), q, k, v, segments, weights)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         rows = []
         for head in range(self.heads):
             own = partial(attend, (self.L[head], self.W[head], self.U[head]))
             each = q.select(-3, head), k.select(-3, head), v.select(-3, head)
-            rows.append(per_segment(own, each[0], each[1], each[2], of_head(segments, head)))
+            rows.append(per_segment(own, each[0], each[1], each[2], of_head(segments, head), weights))
         return torch.stack(rows, -3)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,7 +151,7 @@ class Perceiver(Mechanism):
         return self.d**-0.5 if self.scale is None else self.scale
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         if qkv[0].shape[-1] != self.d:
             raise ValueError(
                 f"q, k: width {qkv[0].shape[-1]}, expected d = {self.d}, that of the latents. Likely cause: the "

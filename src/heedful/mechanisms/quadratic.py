@@ -7,7 +7,9 @@
     cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 
 The exponential under l1 or l2 is computed from scores less their row's largest, so that it can't overflow.
-relu² with "length" is the attention of the gated attention unit (Hua et al. 2022, arXiv:2202.10447).
+relu² with "length" is the attention of the gated attention unit (Hua et al. 2022, arXiv:2202.10447). The code in its
+appendix divides q·k by n inside the square, 1/n² in all; here it is 1/(n d), with n the keys that a query sees, as Su
+2022 (kexue.fm/archives/8934) has it: weights then do not vanish with the length.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class Quadratic(Scored):
         return QuadraticRows(self.activation, self.normalise)
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         sees = visible(self.pattern, q.shape[-2], k.shape[-2], segments, q.device)
         with as_given(q):
             scores = q @ k.mT * self.score_scale(q.shape[-1])

@@ -4,12 +4,16 @@ matrix      A_ij = λ^{i−j} φ(q_i)·φ(k_j) / z_i,  j ≤ i;  z_i = Σ_{l≤i
 fast        chunks of c, the decay carried in logarithms
 recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
 cost        2n(c(r + e) + 2re) flops, state r(e + 1), or re without normaliser
+
+The paper rotates q and k before (a layer's rotary positions do that), and divides scores by √d and by norms of D and of
+the rows, which the group norm after it takes out again; none of these is part of A here.
 """
 
 from __future__ import annotations
 
 import torch
 
+from heedful.constants import rounded_anew
 from heedful.feature_maps import Elu1, FeatureMap, Identity
 from heedful.mechanisms.featured import Featured
 from heedful.patterns import Causal
@@ -40,7 +44,15 @@ class Retention(Featured):
         decay = torch.as_tensor(decay, dtype=torch.float64)
         if decay.ndim > 1 or not bool(((decay > 0) & (decay <= 1)).all()):
             raise ValueError(f"decay: expected one number in (0, 1], or one for each head, got {decay.tolist()}.")
+        self.decay = decay.tolist()
         self.register_buffer("log_lambda", decay.log())
+
+    def _apply(self, fn, recurse=True):
+        before = self.log_lambda
+        super()._apply(fn, recurse)
+        exact = torch.tensor(self.decay, dtype=torch.float64)
+        self.log_lambda = rounded_anew(before, self.log_lambda, exact.log)
+        return self
 
     def log_decay(self):
         return self.log_lambda

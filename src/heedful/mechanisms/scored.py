@@ -55,7 +55,7 @@ class Scored(RecurrentMechanism):
         return d**-0.5 if self.scale is None else self.scale
 
     def forward(self, q, k, v, *, segments=None):
-        check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
         return self.kernel(*self._kernel_inputs(q, k, v, segments))
 
     def explain(self, q, k, v, *, segments=None):
@@ -65,19 +65,19 @@ class Scored(RecurrentMechanism):
         memory: dict[str, Tensor] = {}  # what a backend finds out about q and k once for all products
 
         def adjoint(y):
-            check_inputs(q, k, segments=segments, pattern=self.pattern)
+            check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
             return self.adjoint_kernel(*self._kernel_inputs(q, k, y, segments), memory=memory)
 
         return lambda x: self(q, k, x, segments=segments), adjoint
 
     def row_sums(self, q, k, request, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
 
     def formed(self, q, k, *, segments=None):
         if q.is_cuda:  # tiles spare a CPU's cache; a GPU pays for each of them with launches
             return self.matrix(q, k, segments=segments)
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         with as_given(q):
             return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
 
@@ -103,7 +103,7 @@ class Scored(RecurrentMechanism):
         )
 
     def step(self, state: Cache, q, k, v):
-        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1])
+        check_token(q, k, v, d=state.k.shape[-1], e=state.v.shape[-1], mechanism=self)
         k = torch.cat([state.k, k.expand(*state.k.shape[:-2], *k.shape[-2:])], -2)
         v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
         now = state.length[..., None]

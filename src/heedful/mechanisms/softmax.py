@@ -118,7 +118,7 @@ class Softmax(Scored):
         return self.row_sums(q, k, request, segments=segments)
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         n, m = q.shape[-2], k.shape[-2]
         with as_given(q):
             z = q @ k.mT * super().score_scale(q.shape[-1])

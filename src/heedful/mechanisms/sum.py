@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from heedful.constants import rounded_anew
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
 from heedful.inputs import check_inputs
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
@@ -43,6 +44,7 @@ class Sum(Mechanism):
     """
 
     weights: Tensor
+    given: list | None = None  # weights that were given as numbers
 
     def __new__(
         cls,
@@ -76,6 +78,7 @@ class Sum(Mechanism):
         if weights is None:
             weights = torch.ones(count) if gate is None else nn.Parameter(torch.zeros(count, heads))
         elif not isinstance(weights, Tensor):
+            self.given = torch.tensor(weights, dtype=torch.float64).tolist()
             weights = torch.tensor(weights, dtype=torch.get_default_dtype())
         if not weights.is_floating_point() or weights.ndim not in (1, 2) or len(weights) != count:
             raise ValueError(
@@ -86,6 +89,13 @@ class Sum(Mechanism):
             self.weights = weights
         else:
             self.register_buffer("weights", weights)
+
+    def _apply(self, fn, recurse=True):
+        before = self.weights
+        super()._apply(fn, recurse)
+        if self.given is not None:
+            self.weights = rounded_anew(before, self.weights, lambda: torch.tensor(self.given, dtype=torch.float64))
+        return self
 
     def shares(self) -> Float[Tensor, " p"] | Float[Tensor, "p h"]:
         """g, the factor of each part, for all heads or for each."""
@@ -151,7 +161,7 @@ class Sum(Mechanism):
         return total.to(dtype)
 
     def _check(self, *qkv, segments=None) -> None:
-        check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         heads = self.weights.shape[1] if self.weights.ndim == 2 else 1
         if heads > 1 and batch[-1:] != (heads,):

@@ -90,7 +90,7 @@ class TopK(Scored):
         return TopKRows(self.k)
 
     def matrix(self, q, k, *, segments=None):
-        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         wide = torch.promote_types(q.dtype, torch.float32)
         with as_given(q):
             z = (q.to(wide) * self.score_scale(q.shape[-1])) @ k.to(wide).mT

@@ -59,7 +59,7 @@ class TruncatedSVD(Mechanism):
     def forward(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments)
         if segments is not None:
-            return per_segment(self, q, k, v, segments)
+            return per_segment(self, q, k, v, segments, self.parameters())
         with as_given(q):
             return _times(self._nearest(q, k), v)
 
@@ -89,7 +89,7 @@ class TruncatedSVD(Mechanism):
         return A if A.numel() == 0 else _BestOfRank.apply(A, self.rank)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
-        check_inputs(q, k, v, segments=segments, pattern=self.inner.pattern)
+        check_inputs(q, k, v, segments=segments, pattern=self.inner.pattern, mechanism=self)
 
     def cost(self, dims: Dims) -> Cost:
         short, long = sorted((dims.n, dims.m))

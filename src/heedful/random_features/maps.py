@@ -114,7 +114,8 @@ class ReluFeatures(RandomFeatures):
     """φ(x) = max(ωᵀx, 0) / √m (Choromanski et al. 2020, arXiv:2009.14794, "generalised attention").
 
     Its inner products estimate not e^{xᵀy} but the arc-cosine kernel of order 1 (`arc_cosine`): non-negative, growing
-    with the angle's cosine and linear in each length. All m features of a token vanish with probability 2^-m.
+    with the angle's cosine and linear in each length. All m features of a token vanish with probability 2^-m; the
+    paper's code adds 10⁻³ to each feature against that, which is not done here: such a row is zero.
 
     >>> phi = ReluFeatures(d=4, features=8192)
     >>> x = torch.tensor([[2.0, 0.0, 0.0, 0.0]])

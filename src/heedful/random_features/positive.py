@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from heedful.constants import rounded_anew
 from heedful.feature_maps import LinearLogs, LogFeatureMap
 from heedful.kernels.kept import kept
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
@@ -102,7 +103,14 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
         super().__init__(d, features, seed, orthogonal, scale, heads)
         if not A < 1 / 8:
             raise ValueError(f"A: expected a number below 1/8, beyond which the variance is infinite; got {A}.")
-        self.register_buffer("A", torch.full((*self.projection.lead, 1), float(A)))
+        self.given = float(A)
+        self.register_buffer("A", torch.full((*self.projection.lead, 1), self.given))
+
+    def _apply(self, fn, recurse=True):
+        before = self.A
+        super()._apply(fn, recurse)
+        self.A = rounded_anew(before, self.A, lambda: torch.full(before.shape, self.given, dtype=torch.float64))
+        return self
 
     def calibrate(self, q: Float[Tensor, "*#b n d"], k: Float[Tensor, "*#b m d"]) -> None:
         """Set A to the one that minimises the mean log second moment over all pairs of a query and a key."""

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from heedful.core import RecurrentMechanism
-from heedful.segments import from_lengths
+from heedful.core import Mechanism, RecurrentMechanism
+from heedful.kernels.row_statistics.sums import Request
+from heedful.segments import Segments, from_lengths
 from heedful.shapes import Tensor
 from heedful.testing.case import Case, assert_agrees, assert_zero, dense, oracle, with_gradients
 
@@ -118,13 +119,29 @@ def large_logits_stay_finite(case: Case) -> None:
 
 
 def masked_rows_are_zero(case: Case) -> None:
-    """A query with nothing to attend to gets zeros and passes no gradient on, in every precision."""
+    """A query with nothing to attend to gets zeros and passes zero gradients on, in every precision.
+
+    Products with the operator, with its adjoint, and sums over rows are zeros too.
+    """
     n = 9
-    nothing = torch.full((n,), -1)
-    alone = (torch.arange(n), torch.arange(n) + n)
+    layouts: list[tuple[str, Segments]] = [
+        ("all padding", torch.full((n,), -1)),
+        ("no key of its segment", (torch.arange(n), torch.arange(n) + n)),
+    ]
+    for name, segments in layouts:
+        mechanism = case.mechanism()
+        q, k, v = case.draw(n, seed=5)
+        _assert_still_learns(mechanism, (q, k, v), segments, name)
+        A = mechanism.operator(q, k, segments=segments)
+        sums = A.row_sums(Request(torch.zeros(n, 1, dtype=torch.long)))
+        found = {
+            field: getattr(sums, field) for field in ("total", "mass", "square", "entropy", "largest", "count", "at")
+        }
+        for what, x in {"A @ x": A @ v, "A.mT @ y": A.mT @ v, **found}.items():
+            assert_zero(x, f"{what} of the operator, {name}", "a row without keys was not expected")
     for dtype in DTYPES:
         mechanism = case.mechanism(dtype)
-        for name, segments in (("all padding", nothing), ("no key of its segment", alone)):
+        for name, segments in layouts:
             inputs = case.draw(n, seed=5, dtype=dtype)
             out, *grads = with_gradients(lambda *x, a=mechanism, s=segments: a(*x, segments=s), inputs, inputs[2])
             cause = "a softmax over -inf alone, or a division by an empty normaliser"
@@ -132,6 +149,20 @@ def masked_rows_are_zero(case: Case) -> None:
             assert_zero(mechanism.matrix(*inputs[:2], segments=segments), f"the matrix, {name}, {dtype}", cause)
             for letter, grad in zip("qkv", grads, strict=True):
                 assert_zero(grad, f"the gradient in {letter}, {name}, {dtype}", cause)
+
+
+def _assert_still_learns(mechanism: Mechanism, inputs: tuple[Tensor, ...], segments: Segments, name: str) -> None:
+    """What has gradients in an ordinary call has them where nothing is seen: each input alone, then the parameters."""
+    learned = [p for p in mechanism.parameters() if p.requires_grad]
+    for letter in ("q", "k", "v", "the parameters"):
+        for parameter in learned:
+            parameter.requires_grad_(letter == "the parameters")
+        leaves = [x.detach().requires_grad_(letter == own) for own, x in zip("qkv", inputs, strict=True)]
+        if mechanism(*leaves).requires_grad:
+            assert mechanism(*leaves, segments=segments).requires_grad, (
+                f"backward where only {letter} need gradients raises, {name}; expected zeros. Likely cause: fresh "
+                "zeros; those of heedful.segments.nothing_seen(q, k, v, *parameters) depend on all of them."
+            )
 
 
 def every_output_is_written(case: Case) -> None:

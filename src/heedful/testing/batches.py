@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from heedful.core import RecurrentMechanism
 from heedful.segments import Segments, from_lengths
 from heedful.shapes import Tensor
 from heedful.testing.case import (
@@ -82,17 +83,30 @@ def padding_has_no_say(case: Case) -> None:
 
 
 def empty_sequences_work(case: Case) -> None:
-    """No queries, no keys, no batch, one value column: shapes as usual, zeros where there is nothing to see."""
+    """No queries, no keys, no batch, one value column: shapes as usual, zeros where there is nothing to see.
+
+    Without segments, with one tensor of them and with a pair; forward, gradients, operator, adjoint and prefill.
+    """
     mechanism = case.mechanism()
-    sizes = [(0, 0, (2,), case.e), (0, 5, (2,), case.e), (4, 4, (0,), case.e), (5, 5, (2,), 1), (4, 4, (2,), 0)]
-    if case.takes_more_queries_than_keys:
-        sizes.append((5, 0, (2,), case.e))
-    for n, m, batch, e in sizes:
+    for n, m, batch, e, segments in _empty(case):
         inputs = case.draw(n, m, seed=6, batch=batch, e=e)
-        where = f"n = {n}, m = {m}, e = {e}, batch {batch}"
-        out, *grads = with_gradients(mechanism, inputs, torch.ones(*batch, case.heads, n, e))
-        want = oracle(lambda *x: dense(mechanism, *x), *inputs, terms=m + case.d)
-        assert_agrees(out, want, f"forward = matrix · v at {where}", "an empty axis was not expected")
+        kind = (
+            "no segments" if segments is None else "a pair of segments" if isinstance(segments, tuple) else "segments"
+        )
+        where = f"n = {n}, m = {m}, e = {e}, batch {batch}, {kind}"
+        cause = "an empty axis was not expected"
+        out, *grads = with_gradients(
+            lambda *x, s=segments: mechanism(*x, segments=s), inputs, torch.ones(*batch, case.heads, n, e)
+        )
+        want = oracle(lambda q, k, v, s=segments: dense(mechanism, q, k, v, s), *inputs, terms=m + case.d)
+        assert_agrees(out, want, f"forward = matrix · v at {where}", cause)
+        A, full = mechanism.operator(*inputs[:2], segments=segments), mechanism.matrix(*inputs[:2], segments=segments)
+        y = case.draw(n, seed=7, batch=batch)[2]
+        back = oracle(lambda a, b: a.mT @ b, full, y, terms=n + m)
+        assert_agrees(A @ inputs[2], want, f"A @ x at {where}", cause)
+        assert_agrees(A.mT @ y, back, f"A.mT @ y at {where}", cause)
+        if isinstance(mechanism, RecurrentMechanism) and not isinstance(segments, tuple):
+            assert_agrees(mechanism.prefill(*inputs, segments=segments)[0], want, f"prefill at {where}", cause)
         for name, x, grad in zip("qkv", inputs, grads, strict=True):
             fine = grad.shape == x.shape and bool(torch.isfinite(grad).all())
             assert fine, f"gradient in {name} at {where}: shape {tuple(grad.shape)}, expected finite {tuple(x.shape)}."
@@ -155,6 +169,21 @@ def batch_axes_broadcast(case: Case) -> None:
             assert_agrees(
                 one, other, f"{what} with {name}: {shape}", "batch axes are flattened before they are broadcast"
             )
+
+
+def _empty(case: Case) -> Iterator[tuple[int, int, tuple[int, ...], int, Segments | None]]:
+    """n, m, batch axes, e and segments, with something of size 0 or 1."""
+    e = case.e
+    for n, m, batch in ((0, 0, (2,)), (0, 5, (2,)), (4, 4, (0,))):
+        ids = torch.zeros(m, dtype=torch.long)
+        yield n, m, batch, e, None
+        yield n, m, batch, e, ids
+        yield n, m, batch, e, (ids[m - n :], ids) if n < m else ids.expand(*batch, 1, m)
+    yield 5, 0, (2,), e, (torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    yield 5, 5, (2,), 1, None
+    yield 4, 4, (2,), 0, None
+    if case.takes_more_queries_than_keys:
+        yield 5, 0, (2,), e, None
 
 
 def _padding(ids: Tensor) -> Tensor:

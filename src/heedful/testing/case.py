@@ -131,8 +131,12 @@ def with_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], weight
     """The output of a call, and the gradients of ⟨output, weight⟩ in its inputs (zeros where one has no say)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = call(*leaves)
-    if not out.requires_grad:  # nothing was attended to
-        return [out, *(torch.zeros_like(x.detach()) for x in leaves)]
+    if not out.requires_grad:
+        raise AssertionError(
+            f"backward of an output {tuple(out.shape)} raises, expected gradients: the output does not depend on q, k "
+            "or v. Likely cause: fresh zeros where nothing is seen; heedful.segments.nothing_seen(q, k, v) depends on "
+            "them."
+        )
     grads = torch.autograd.grad(out, leaves, weight.to(out.dtype), allow_unused=True, materialize_grads=True)
     return [out.detach(), *grads]
 

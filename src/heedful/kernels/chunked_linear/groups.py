@@ -27,7 +27,7 @@ LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
 
 def full(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature):
     """Every query sees every key of its segment: one state a segment; an initial one belongs to the first."""
-    if code is None or int(code.max()) <= 0:
+    if code is None or not code.numel() or int(code.max()) <= 0:
         return _Full.apply(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature)
     rows = []
     for b, row in enumerate(torch.maximum(code, -1 - code)):
