@@ -63,6 +63,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         batches.batch_axes_broadcast,
         arithmetic.precision_is_no_worse_than_naive,
         arithmetic.products_and_steps_are_as_precise,
+        arithmetic.arithmetic_is_that_of_the_inputs,
         arithmetic.inputs_are_left_alone,
         arithmetic.large_logits_stay_finite,
         arithmetic.masked_rows_are_zero,
