@@ -132,7 +132,7 @@ def check_mechanism(
         import torch
 
         import heedful as h
-        from heedful.core import check_inputs
+        from heedful.inputs import check_inputs
         from heedful.segments import per_segment, visible
         from heedful.testing import check_mechanism
 
@@ -165,6 +165,8 @@ def check_mechanism(
 
 
         print(check_mechanism(PrefixMean))
+
+    `heedful.RecurrentMechanism` has a complete example that goes token by token, and says what each helper is for.
 
     Give `build` as a function without arguments (the class itself, where it takes none), or as an instance, which is
     copied. What a mechanism can do is read from its type: steps are checked for a `RecurrentMechanism`, causality where
