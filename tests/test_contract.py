@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from math import prod
@@ -153,10 +154,18 @@ def test_a_bias_tensor_can_not_be_used_token_by_token():
         attend.step(state, q[..., :1, :], k[..., :1, :], v[..., :1, :])
 
 
-def test_the_example_of_check_mechanism_passes(tmp_path):
-    """As it stands in the docstring, as a file of its own: that is how a reader would try it."""
-    listing = check_mechanism.__doc__.split("::\n", 1)[1].split("\n    Give `build`")[0]
-    script = tmp_path / "prefix_mean.py"
+@pytest.mark.parametrize(
+    ("where", "after", "report"),
+    [
+        (check_mechanism, "`heedful.Rec", r"PrefixMean\(Causal\(\)\): \d+ passed, 0 failed, 5 does not apply"),
+        (h.RecurrentMechanism, "check_inputs  ", r"DotProduct\(Causal\(\)\): \d+ passed, 0 failed, 1 does not apply"),
+    ],
+    ids=["check_mechanism", "RecurrentMechanism"],
+)
+def test_the_examples_of_the_contract_pass(tmp_path, where, after, report):
+    """As they stand in the docstrings, as files of their own: that is how a reader would try them."""
+    listing = where.__doc__.split("::\n", 1)[1].split(f"\n    {after}")[0]
+    script = tmp_path / "mine.py"
     script.write_text(dedent(listing))
     source = Path(h.__file__).parents[1]
     run = subprocess.run(
@@ -167,7 +176,7 @@ def test_the_example_of_check_mechanism_passes(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert "PrefixMean(Causal()): 25 passed, 0 failed, 5 does not apply" in run.stdout
+    assert re.match(report, run.stdout), run.stdout
 
 
 # Shapes and layouts at random.

@@ -79,6 +79,23 @@ class ClipsValues(Dense):
         return super().output(weights, v.clamp(-3, 3))
 
 
+class WrongFromToken1024(Dense):
+    """What a kernel does that forgets to reset something in its second thousand of tokens."""
+
+    def output(self, weights, v):
+        out = super().output(weights, v)
+        late = torch.arange(weights.shape[-1] - out.shape[-2], weights.shape[-1])[:, None] >= 1024
+        return torch.where(late, out * 1.01, out)
+
+
+class WrongBeyond64Values(Dense):
+    """The second block of value columns is computed from the first."""
+
+    def output(self, weights, v):
+        out = super().output(weights, v)
+        return torch.cat([out[..., :64], out[..., : max(v.shape[-1] - 64, 0)]], -1)
+
+
 class WrongAdjoint(h.Softmax):
     """The adjoint of the reversed sequence."""
 
@@ -124,6 +141,14 @@ class ForgetsTooEarly(h.Softmax):
     def _forget(self, state):
         state = super()._forget(state)
         return Cache(*(x[..., -4:, :] for x in state[:2]), state.positions[..., -4:], state.length)
+
+
+class ForgetsAfter1024Tokens(h.Softmax):
+    """A cache that is cut at 1024 keys."""
+
+    def _forget(self, state):
+        state = super()._forget(state)
+        return Cache(*(x[..., -1024:, :] for x in state[:2]), state.positions[..., -1024:], state.length)
 
 
 class PrefillLosesAKey(h.Softmax):
@@ -275,6 +300,33 @@ class AccumulatesInLowPrecision(Dense):
         return out
 
 
+class ComputesIn16Bits(Dense):
+    """16-bit arithmetic throughout, in the definition too, so that both agree."""
+
+    kind = torch.bfloat16
+    of = (torch.float32, torch.float64)
+
+    def scores(self, q, k):
+        if q.dtype not in self.of:
+            return super().scores(q, k)
+        return (q.to(self.kind) @ k.to(self.kind).mT * q.shape[-1] ** -0.5).to(q.dtype)
+
+    def output(self, weights, v):
+        return super().output(weights.to(self.kind).to(weights.dtype) if v.dtype in self.of else weights, v)
+
+    def matrix(self, q, k, *, segments=None):
+        check_inputs(q, k, segments=segments, pattern=self.pattern)
+        weights = self.weights(self.scores(q, k), self.sees(q, k, segments), segments)
+        return weights.to(self.kind if q.dtype in self.of else q.dtype).to(q.dtype)
+
+
+class ComputesFloat32In16Bits(ComputesIn16Bits):
+    """As a fast path for float32 may; float64 is right."""
+
+    kind = torch.float16
+    of = (torch.float32,)
+
+
 class ReturnsFloat32(Dense):
     def forward(self, q, k, v, *, segments=None):
         out = super().forward(q, k, v, segments=segments)
@@ -360,6 +412,11 @@ class LeavesPaddingUnwritten(Dense):
 class ClaimsAThird(Dense):
     def cost(self, dims):
         return h.Cost(super().cost(dims).flops // 3, dims.io_bytes)
+
+
+class ClaimsThreeFifths(Dense):
+    def cost(self, dims):
+        return h.Cost(super().cost(dims).flops * 3 // 5, dims.io_bytes)
 
 
 class ClaimsThrice(Dense):
@@ -467,12 +524,15 @@ class IgnoresCheckFinite(Dense):
 FAULTS: dict[type[h.Mechanism], set[str]] = {
     TopLeft: {"forward_is_matrix_times_v", "operator_is_the_matrix"},
     ClipsValues: {"outputs_add_up_with_the_values"},
+    WrongFromToken1024: {"forward_is_matrix_times_v"},
+    WrongBeyond64Values: {"forward_is_matrix_times_v"},
     WrongAdjoint: {"operator_is_the_matrix"},
     SumsAnotherMatrix: {"operator_is_the_matrix"},
     DetachesKeys: {"gradients_are_those_of_the_matrix"},
     DetachesItsParameter: {"gradients_are_those_of_the_matrix"},
     ClaimsToReadNothing: {"unread_queries_and_keys_have_no_say"},
     ForgetsTooEarly: {"steps_replay_forward", "prefill_then_steps_is_the_whole", "state_is_what_cost_says"},
+    ForgetsAfter1024Tokens: {"prefill_then_steps_is_the_whole"},
     PrefillLosesAKey: {"prefill_then_steps_is_the_whole", "state_is_what_cost_says"},
     PrefillKeepsPadding: {"padded_prefill_then_steps_is_each_sequence"},
     StepsInPlace: {"steps_replay_forward"},
@@ -490,6 +550,8 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     ReadsMemoryInOrder: {"strides_do_not_matter"},
     FlattensTheBatch: {"batch_axes_broadcast"},
     AccumulatesInLowPrecision: {"precision_is_no_worse_than_naive"},
+    ComputesIn16Bits: {"arithmetic_is_that_of_the_inputs"},
+    ComputesFloat32In16Bits: {"arithmetic_is_that_of_the_inputs"},
     ReturnsFloat32: {"precision_is_no_worse_than_naive"},
     RoundsItsAdjoint: {"products_and_steps_are_as_precise"},
     DriftsStepByStep: {"products_and_steps_are_as_precise"},
@@ -502,6 +564,7 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     SumsRowsOverNothing: {"masked_rows_are_zero"},
     LeavesPaddingUnwritten: {"every_output_is_written"},
     ClaimsAThird: {"flops_are_what_cost_says"},
+    ClaimsThreeFifths: {"flops_are_what_cost_says"},
     ClaimsThrice: {"flops_are_what_cost_says"},
     ClaimsLinearGrowth: {"flops_are_what_cost_says"},
     ConfusesWidths: {"flops_are_what_cost_says"},

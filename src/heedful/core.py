@@ -114,6 +114,13 @@ class Mechanism(nn.Module, ABC):
         """
         return (True,) * heads
 
+    def takes_words(self) -> bool:
+        """Whether `forward` and `matrix` take `words=`, the word ids of the keys.
+
+        Override where A depends on words, as that of `FixedPattern` does. Like segments they travel with the call.
+        """
+        return False
+
     def products(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -164,8 +171,12 @@ class Mechanism(nn.Module, ABC):
         return f"{type(self).__name__}: plain torch, no kernel to choose"
 
     @final
-    def operator(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> AttentionOperator:
+    def operator(
+        self, q: Tensor, k: Tensor, *, segments: Segments | None = None, words: Tensor | None = None
+    ) -> AttentionOperator:
         """A(q, k) as a linear operator that is never formed."""
+        if words is not None:
+            return _OnWords(self, words).operator(q, k, segments=segments)
         check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         apply, adjoint = self.products(q, k, segments=segments)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
@@ -206,8 +217,110 @@ class Mechanism(nn.Module, ABC):
         return repr(self.pattern)
 
 
+class _OnWords(Mechanism):
+    """A mechanism and the word ids of one batch, behind an operator: ids are no parameter and no buffer."""
+
+    def __init__(self, mechanism: Mechanism, words: Tensor):
+        check_takes_words(mechanism)
+        super().__init__(mechanism.pattern | Full())  # a row sees whole words, their later tokens too
+        self.mechanism = mechanism
+        self.words = words
+
+    def forward(self, q, k, v, *, segments=None):
+        return self.mechanism(q, k, v, segments=segments, words=self.words)
+
+    def matrix(self, q, k, *, segments=None):
+        return self.mechanism.matrix(q, k, segments=segments, words=self.words)  # type: ignore[call-arg]
+
+    def cost(self, dims: Dims) -> Cost:
+        return self.mechanism.cost(dims)
+
+
+def check_takes_words(mechanism: Mechanism) -> None:
+    """Raise unless `mechanism` takes word ids."""
+    if not mechanism.takes_words():
+        raise TypeError(
+            f"words: given to {type(mechanism).__name__}, which does not take word ids; expected a "
+            "heedful.FixedPattern, or a Mixture or Sum with one among its parts."
+        )
+
+
 class RecurrentMechanism(Mechanism):
-    """A mechanism that can also go token by token."""
+    """A mechanism that can also go token by token: three methods more, and `cost.state`.
+
+    A complete one, q·k without a softmax. Saved as a file it passes the whole contract::
+
+        from typing import NamedTuple
+
+        import torch
+
+        import heedful as h
+        from heedful.inputs import check_inputs, check_token
+        from heedful.segments import in_last, per_segment, resolve, visible
+        from heedful.testing import check_mechanism
+
+
+        class Memory(NamedTuple):
+            S: torch.Tensor  # Σ k_j v_jᵀ over the tokens so far, (*batch, d, e)
+
+
+        class DotProduct(h.RecurrentMechanism):
+            '''A_ij = q_i·k_j for j ≤ i, so that o_t = q_t S_t with S_t = S_{t-1} + k_t v_tᵀ.'''
+
+            def __init__(self):
+                super().__init__(h.Causal())
+
+            def matrix(self, q, k, *, segments=None):
+                check_inputs(q, k, segments=segments, pattern=self.pattern)
+                sees = visible(self.pattern, q.shape[-2], k.shape[-2], segments, q.device)
+                return torch.where(sees, q @ k.mT, 0)
+
+            def forward(self, q, k, v, *, segments=None):
+                check_inputs(q, k, v, segments=segments, pattern=self.pattern)
+                if segments is not None:
+                    return per_segment(self, q, k, v, segments)
+                n, m, wide = q.shape[-2], k.shape[-2], torch.promote_types(q.dtype, torch.float32)
+                S = (k.to(wide)[..., :, None] * v.to(wide)[..., None, :]).cumsum(-3)[..., m - n :, :, :]
+                return (q.to(wide)[..., None, :] @ S)[..., 0, :].to(q.dtype)
+
+            def init_state(self, q, k, v):
+                batch = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+                wide = torch.promote_types(q.dtype, torch.float32)
+                return Memory(q.new_zeros(*batch, k.shape[-1], v.shape[-1], dtype=wide))
+
+            def step(self, state, q, k, v):
+                check_token(q, k, v, d=state.S.shape[-2], e=state.S.shape[-1])
+                S = state.S + k.to(state.S.dtype).mT @ v.to(state.S.dtype)
+                return (q.to(S.dtype) @ S).to(q.dtype), Memory(S)
+
+            def prefill(self, q, k, v, *, segments=None):
+                out = self(q, k, v, segments=segments)
+                ids = resolve(segments, q.shape[-2], k.shape[-2], k.device).key_ids
+                wide = torch.promote_types(k.dtype, torch.float32)
+                kept = torch.where(in_last(ids)[..., None], k.to(wide), 0)
+                return out, Memory(kept.mT @ v.to(wide))
+
+            def cost(self, dims):
+                de = dims.d * dims.e
+                flops = dims.batch * (dims.m + 2 * dims.n) * de
+                return h.Cost(flops, dims.io_bytes, state=dims.batch * de)
+
+
+        print(check_mechanism(DotProduct))
+
+    check_inputs      first line of `forward` and `matrix`: refuses wrong shapes, dtypes, devices and segments in words,
+                      and more queries than keys where the pattern knows positions
+    check_token       first line of `step`: the same, and that q, k and v are one token of the widths d and e that the
+                      state was made for
+    segments.visible  the mask of the pattern under segments, (*batch, n, m): what `matrix` is written with
+    segments.resolve  ids and positions of queries and keys, also where `segments` is None; padding has a negative id
+    segments.in_last  which tokens a decoder goes on with: those of the last segment of each row. Padding and earlier
+                      segments must not enter the state
+    per_segment       `forward` on each segment by itself: right for any mechanism, one call for each segment
+
+    The state is a NamedTuple of tensors that `step` does not change; it returns a new one. It is one size up from its
+    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers.
+    """
 
     @abstractmethod
     def init_state(self, q: Tensor, k: Tensor, v: Tensor) -> State:

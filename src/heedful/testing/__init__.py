@@ -63,6 +63,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         batches.batch_axes_broadcast,
         arithmetic.precision_is_no_worse_than_naive,
         arithmetic.products_and_steps_are_as_precise,
+        arithmetic.arithmetic_is_that_of_the_inputs,
         arithmetic.inputs_are_left_alone,
         arithmetic.large_logits_stay_finite,
         arithmetic.masked_rows_are_zero,
@@ -131,7 +132,7 @@ def check_mechanism(
         import torch
 
         import heedful as h
-        from heedful.core import check_inputs
+        from heedful.inputs import check_inputs
         from heedful.segments import per_segment, visible
         from heedful.testing import check_mechanism
 
@@ -164,6 +165,8 @@ def check_mechanism(
 
 
         print(check_mechanism(PrefixMean))
+
+    `heedful.RecurrentMechanism` has a complete example that goes token by token, and says what each helper is for.
 
     Give `build` as a function without arguments (the class itself, where it takes none), or as an instance, which is
     copied. What a mechanism can do is read from its type: steps are checked for a `RecurrentMechanism`, causality where

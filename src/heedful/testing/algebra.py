@@ -11,20 +11,33 @@ from heedful.core import Mechanism
 from heedful.kernels.row_statistics.sums import Request
 from heedful.segments import Segments
 from heedful.shapes import Tensor
-from heedful.testing.case import Case, DoesNotApply, Oracle, assert_agrees, assert_same, dense, oracle, oracles
+from heedful.testing.case import (
+    Case,
+    DoesNotApply,
+    Oracle,
+    assert_agrees,
+    assert_same,
+    dense,
+    oracle,
+    oracles,
+    with_gradients,
+)
 
-# One token, two, odd lengths around the usual tile sizes, fewer queries than keys (a cache), and one long sequence.
-SIZES = ((1, 1), (2, 2), (63, 63), (100, 100), (257, 257), (1, 100), (63, 100), (2, 257), (1, 1000), (1000, 1000))
+# One token, two, odd lengths around the usual tile sizes, fewer queries than keys (a cache), and one long sequence:
+# kernels change their ways at powers of two, and 1024 is the last that a definition in float64 reaches in a moment.
+LONG = 1100
+SIZES = ((1, 1), (2, 2), (63, 63), (100, 100), (257, 257), (1, 100), (63, 100), (2, 257), (1, LONG), (LONG, LONG))
+WIDE = 130  # values wider than 64 and 128, where kernels begin a second block of columns
 MORE_QUERIES = ((2, 1), (100, 63), (257, 2))
 
 
 def forward_is_matrix_times_v(case: Case) -> None:
-    """forward(q, k, v) = matrix(q, k) @ v in float64, at every size and with fewer queries than keys."""
+    """forward(q, k, v) = matrix(q, k) @ v in float64, at every size, with a cache and with wide values."""
     mechanism = case.mechanism()
     for n, m in (*SIZES, *(MORE_QUERIES if case.takes_more_queries_than_keys else ())):
         if max(n, m) > case.length:
             continue
-        q, k, v = case.draw(n, m, seed=n * 2000 + m, batch=() if m == 1000 else (2,))
+        q, k, v = case.draw(n, m, seed=n * 2000 + m, batch=() if m == LONG else (2,))
         want = oracle(lambda *x: dense(mechanism, *x), q, k, v, terms=m + case.d)
         assert_agrees(
             mechanism(q, k, v),
@@ -32,6 +45,12 @@ def forward_is_matrix_times_v(case: Case) -> None:
             f"forward = matrix · v at n = {n}, m = {m}",
             "causal alignment is not bottom-right" if n < m else "the fast path and the definition differ",
         )
+    inputs, weight = case.draw(40, 70, seed=9, e=WIDE), case.draw(40, seed=10, e=WIDE)[2]
+    exact = oracles(lambda *x: with_gradients(partial(dense, mechanism), x, weight), *inputs, terms=70 + WIDE)
+    got = with_gradients(mechanism, inputs, weight)
+    for name, one, want in zip(("forward", "grad q", "grad k", "grad v"), got, exact, strict=True):
+        cause = "value columns beyond the first block of a kernel are left out or come from another block"
+        assert_agrees(one, want, f"{name} = that of matrix · v with values {WIDE} wide", cause)
 
 
 def outputs_add_up_with_the_values(case: Case) -> None:
@@ -132,7 +151,10 @@ def gradients_are_those_of_the_matrix(case: Case) -> None:
         wanted = [*leaves, *learned.values()]
         return torch.autograd.grad(call(*leaves), wanted, weight, allow_unused=True, materialize_grads=True)
 
-    for n, m, segments in ((100, 100, None), (20, 63, None), (100, 100, ids)):
+    sizes = [(100, 100, None), (20, 63, None), (100, 100, ids)]
+    if case.length >= LONG:
+        sizes.append((3, LONG, None))  # few queries: their gradients reach the last keys of a long sequence
+    for n, m, segments in sizes:
         inputs, weight = case.draw(n, m, seed=5), case.draw(n, seed=6)[2]
         slow, fast = partial(_dense_under, mechanism, segments), partial(mechanism, segments=segments)
         want = oracles(lambda *x, f=slow, w=weight: gradients(f, x, w), *inputs, terms=n + m + case.d)

@@ -64,6 +64,47 @@ def products_and_steps_are_as_precise(case: Case) -> None:
             _assert_precise(f"output of {n} steps in {dtype}", steps, naive @ v, truth @ v.double(), terms=n)
 
 
+def arithmetic_is_that_of_the_inputs(case: Case) -> None:
+    """float64 inputs are computed in float64, and float32 inputs in float32, in the definition too.
+
+    The other laws compare with the definition, so one that rounds as the fast path does would hide both. First: a
+    float64 matrix follows inputs that change by 10⁻⁸ evenly, twice as far for twice the change, while one that is
+    rounded on the way stays or jumps. Then: float32 results differ from float64 by what one rounding of the
+    inputs does, and by 64 roundings of a result.
+    """
+    q, k, v = case.draw(24, seed=9, batch=())
+    exact, generator = case.mechanism(), torch.Generator().manual_seed(10)
+    ways = [torch.randn(q.shape, generator=generator, dtype=q.dtype) for _ in "qk"]
+
+    def moved(step: float) -> Tensor:
+        return exact.matrix(*(x * (1 + step * way) for x, way in zip((q, k), ways, strict=True))).detach()
+
+    here = moved(0.0)
+    once, twice = moved(1e-8) - here, moved(2e-8) - here
+    if not torch.equal(moved(0.3), here):  # fixed weights do not follow q and k at all
+        uneven, far = (twice - 2 * once).abs().max().item(), once.abs().max().item()
+        assert far and uneven <= 0.05 * far, (
+            f"matrix of float64 inputs that move by 1e-8 moves by {far:.1e}, and uneven by {uneven:.1e}. Likely cause: "
+            "float64 inputs are rounded to a lower precision on the way."
+        )
+    low = [x.float() for x in (q, k, v)]
+    high = [x.double() for x in low]
+    mechanism, exact = case.mechanism(torch.float32), case.mechanism(torch.float32).double()
+    eps = torch.finfo(torch.float32).eps
+    for name, got, definition in (
+        ("matrix", mechanism.matrix(*low[:2]), lambda q, k, v: exact.matrix(q, k)),
+        ("forward", mechanism(*low), lambda *x: dense(exact, *x)),
+    ):
+        truth = definition(*high)
+        near = [[x * (1 + eps * torch.randn(x.shape, generator=generator)) for x in high] for _ in range(4)]
+        bound = 8 * max((definition(*x) - truth).abs().max() for x in near) + 64 * eps * truth.abs().max()
+        error = (got.double() - truth).abs().max()
+        assert error <= bound, (
+            f"{name} of float32 inputs: error {error.item():.1e} against float64, where float32 explains "
+            f"{bound.item():.1e}. Likely cause: 16-bit arithmetic inside."
+        )
+
+
 def _assert_precise(what: str, got: Tensor, naive: Tensor, truth: Tensor, *, terms: int) -> None:
     dtype = naive.dtype
     assert got.dtype == dtype, f"{what}: {got.dtype}, expected {dtype} like the inputs."

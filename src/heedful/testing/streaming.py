@@ -7,6 +7,7 @@ import torch
 from heedful.core import Mechanism
 from heedful.segments import from_lengths
 from heedful.shapes import Tensor
+from heedful.testing.algebra import LONG
 from heedful.testing.case import Case, assert_agrees, assert_same, dense, oracle
 
 
@@ -46,6 +47,12 @@ def prefill_then_steps_is_the_whole(case: Case) -> None:
     last = _steps(mechanism, state, *(x[..., n - 1 :, :] for x in (q, k, v)))
     final = oracle(lambda *x: _row_by_row(mechanism, *x, start=n - 1), q, k, v, terms=n + case.d)
     assert_agrees(last, final, f"prefill of {n - 6} queries and {n - 1} keys, then a step", cause)
+    if case.length >= LONG:
+        q, k, v = case.draw(LONG, seed=2, batch=())
+        _, state = mechanism.prefill(q[..., -2:-1, :], k[..., :-1, :], v[..., :-1, :])
+        last, _ = mechanism.step(state, *(x[..., -1:, :] for x in (q, k, v)))
+        final = oracle(lambda *x: dense(mechanism, x[0][..., -1:, :], x[1], x[2]), q, k, v, terms=LONG + case.d)
+        assert_agrees(last, final, f"prefill of {LONG - 1} tokens, then a step", cause)
 
 
 def padded_prefill_then_steps_is_each_sequence(case: Case) -> None:
