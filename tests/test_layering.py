@@ -19,7 +19,7 @@ LAYERS = [
     {"mechanisms"},
     {"trimmed", "linalg", "measures", "nn", "testing", "records", "report", "engine", "plan"},
     {"hf", "theory", "scan", "studies", "bench"},
-    {"show"},
+    {"library", "show"},
     {"cli", "__main__"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}

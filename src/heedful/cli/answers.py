@@ -9,8 +9,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from heedful.show import terminal
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 LIMITS = {
@@ -33,7 +31,9 @@ def check_limits(given: dict[str, int]) -> None:
 
 
 def fail(sentence: str, code: int = 2) -> NoReturn:
-    terminal.print_mistake(sentence)
+    from heedful.show.messages import print_mistake
+
+    print_mistake(sentence)
     raise typer.Exit(code)
 
 
