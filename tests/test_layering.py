@@ -17,7 +17,7 @@ LAYERS = [
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
     {"inputs", "core", "operator"},
     {"mechanisms"},
-    {"trimmed", "linalg", "measures", "nn", "testing", "records", "report", "engine", "plan"},
+    {"trimmed", "linalg", "measures", "nn", "testing", "notices", "records", "report", "engine", "plan"},
     {"hf", "theory", "scan", "studies", "bench"},
     {"library", "show"},
     {"cli", "__main__"},

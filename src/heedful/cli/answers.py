@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from heedful.show.messages import print_mistake
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 LIMITS = {
@@ -31,8 +33,6 @@ def check_limits(given: dict[str, int]) -> None:
 
 
 def fail(sentence: str, code: int = 2) -> NoReturn:
-    from heedful.show.messages import print_mistake
-
     print_mistake(sentence)
     raise typer.Exit(code)
 
