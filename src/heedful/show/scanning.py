@@ -43,8 +43,10 @@ def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], Non
 def print_scan(scan: Scan, width: int | None = None) -> None:
     """The answer in words, and the layers in a table."""
     console = Console(highlight=False, width=width)
-    for sentence in notices(scan.manifest):
-        console.print(sentence, style="bold", markup=False)
+    for each in filter(None, (scan, scan.against)):
+        for sentence in notices(each.manifest):
+            whose = "" if scan.against is None else f"{each.manifest['model']}: "
+            console.print(whose + sentence, style="bold", markup=False)
     console.print(scan.words())
     found = scan.table()
     length = scan.lengths[-1]
