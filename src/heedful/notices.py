@@ -1,6 +1,6 @@
 """What a reader of a scan has to know before its numbers, as sentences from the manifest, in English and Chinese.
 
-weights         {"prefix": …}, {"random": count, "names": […]}, {"named": …, "read_as": …}: how they were loaded
+weights         how they were loaded: "prefix"; "named", "read_as"; "random", "left_out": {"count": …, "names": […]}
 texts           "unknown": the share of a text's tokens that the tokenizer does not know
 not_captured    modules that attend out of sight, behind everything that is measured
 draws           the model draws random numbers, such as the patches that it leaves out
@@ -21,9 +21,10 @@ _ENGLISH = {
     "few": "No verdict on heads: {length} tokens are too few, expected {least} or more.",
     "prefix": "The prefix {prefix!r} was removed from the names of stored weights.",
     "random": (
-        "Random weights were measured: {random} did not fit the stored ones or are not among them ({names}{more}). The "
+        "Random weights were measured: {count} did not fit the stored ones or are not among them ({names}{more}). The "
         "numbers say nothing about a trained model."
     ),
+    "left_out": "{count} stored weights have no place in the model and were left out ({names}{more}).",
     "read_as": "config.json names {named}, which is no model of transformers; {read_as} was measured in its place.",
     "unknown": "The tokenizer does not know {share} of the tokens of text {id} ({title}): expected less than 5 %.",
     "not_captured": "Not measured: {names}, which attends out of sight, behind all that is measured.",
@@ -34,9 +35,8 @@ _ENGLISH = {
 _CHINESE = {
     "few": "{length} 个词元太少，无法判定各头的类型；至少需要 {least} 个。",
     "prefix": "所存权重的名称都带有前缀 {prefix!r}，读取时已去掉。",
-    "random": (
-        "测到的是随机权重：{random} 个权重在文件中缺失或不相符（{names}{more}）。这些数字不能说明训练好的模型。"
-    ),
+    "random": ("测到的是随机权重：{count} 个权重在文件中缺失或不相符（{names}{more}）。这些数字不能说明训练好的模型。"),
+    "left_out": "文件中有 {count} 个权重在模型中没有位置，未被使用（{names}{more}）。",
     "read_as": "config.json 所写的 {named} 不是 transformers 的模型，改为测量 {read_as}。",
     "unknown": "文本 {id}（{title}）有 {share} 的词元是分词器不认识的，应低于 5%。",
     "not_captured": "未测量：{names}；它在所有被测部分之后，其注意力无法观察。",
@@ -69,11 +69,11 @@ def too_few(length: int, language: str = "en") -> str:
 
 def _weights(facts: Mapping[str, Any], say: Mapping[str, str]) -> list[str]:
     found = []
-    if facts.get("random"):
-        names = facts["names"]
-        rest = facts["random"] - len(names)
-        more = say["more"].format(count=rest) if rest else ""
-        found.append(say["random"].format(random=facts["random"], names=say["comma"].join(names), more=more))
+    for what in ("random", "left_out"):
+        if some := facts.get(what):
+            rest = some["count"] - len(some["names"])
+            more = say["more"].format(count=rest) if rest else ""
+            found.append(say[what].format(count=some["count"], names=say["comma"].join(some["names"]), more=more))
     if facts.get("named"):
         found.append(say["read_as"].format(**facts))
     if facts.get("prefix"):

@@ -145,7 +145,14 @@ def test_random_weights_are_taken_where_asked_for_and_are_the_same_each_time(cop
         two, _ = hf.load(folder, allow_random=True)
     assert all(torch.equal(x, two.state_dict()[key]) for key, x in one.state_dict().items())
     assert torch.equal(before, torch.get_rng_state()), "the caller's random numbers are left alone"
-    assert loaded(one).described()["random"] == 2
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    assert loaded(one).described() == {"random": {"count": 2, "names": names}}
+
+
+def test_stored_weights_that_are_left_out_are_told_and_not_called_random(copy):
+    with pytest.warns(Notice, match=r"^9 stored weights have no place in the model and were left out \(model.layers.1"):
+        model, _ = hf.load(copy(num_hidden_layers=1), allow_random=True)
+    assert "random" not in loaded(model).described()
 
 
 # ---- what is harmless

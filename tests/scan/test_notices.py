@@ -53,7 +53,7 @@ def test_random_weights_are_refused_and_where_asked_for_told_everywhere(tmp_path
     code, out, said = heedful(*arguments, "--allow-random")
     assert code == 0 and "Random weights were measured: 4" in " ".join(out.split()) and "note: Random weights" in said
     found = Scan.open(tmp_path / "run")
-    assert found.manifest["weights"]["random"] == 4
+    assert found.manifest["weights"]["random"]["count"] == 4
     page = html(found)
     assert "Random weights were measured: 4" in page and "测到的是随机权重：4" in page
     code, out, _ = heedful(*arguments, "--allow-random", "--resume", "--json")

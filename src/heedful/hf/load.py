@@ -104,7 +104,8 @@ def load(
             "measured. Likely cause: a prefix before the names, another config.json, or half a checkpoint. Where "
             "random weights are wanted, ask for them (allow_random=True)."
         )
-    loaded = Loaded(prefix=prefix, named=named, read_as=type(model).__name__ * bool(named), random=fitting.names)
+    read_as = type(model).__name__ if named else ""
+    loaded = Loaded(prefix, named, read_as, random=fitting.random, left_out=fitting.unexpected)
     for sentence in notices({"weights": loaded.described()}):
         warnings.warn(sentence, Notice, stacklevel=2)
     tell(f"reading the tokenizer of {Path(name).name}")

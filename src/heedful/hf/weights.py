@@ -36,8 +36,8 @@ class Loaded:
     prefix      removed from the names of all stored weights; "" where none was
     named       the architecture of config.json, where transformers has no model of this name
     read_as     the class that was taken in its place
-    random      weights that enter attention and were drawn at random or left out, as they are called: asked for by
-                `allow_random`
+    random      weights that enter attention and were drawn at random, because `allow_random` asked for it
+    left_out    stored weights of the part that attends which the model does not take, let pass by `allow_random`
     unread      why the tokenizer that came with the model can't be read; "" where it can, or where there is none
     """
 
@@ -45,13 +45,16 @@ class Loaded:
     named: str = ""
     read_as: str = ""
     random: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = field(default=())
     unread: str = ""
 
     def described(self) -> dict[str, Any]:
         """For a manifest; empty where there is nothing to say."""
         found: dict[str, Any] = {"prefix": self.prefix} if self.prefix else {}
         found |= {"named": self.named, "read_as": self.read_as} if self.named else {}
-        return found | ({"random": len(self.random), "names": list(self.random[:SHOWN])} if self.random else {})
+        for name, weights in (("random", self.random), ("left_out", self.left_out)):
+            found |= {name: {"count": len(weights), "names": list(weights[:SHOWN])}} if weights else {}
+        return found
 
 
 _loaded: WeakKeyDictionary[nn.Module, Loaded] = WeakKeyDictionary()
@@ -149,8 +152,9 @@ class Fit:
         return not (self.missing or self.mismatched or self.unexpected)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.missing, *(key for key, _, _ in self.mismatched), *self.unexpected)
+    def random(self) -> tuple[str, ...]:
+        """Weights of the model for which there is nothing stored."""
+        return (*self.missing, *(key for key, _, _ in self.mismatched))
 
     def sentences(self) -> str:
         found = []
