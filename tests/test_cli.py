@@ -52,6 +52,41 @@ def test_version():
     assert run("--version").output == f"heedful {heedful.__version__}\n"
 
 
+LIGHT = """
+import os, sys
+from heedful.cli import app, main
+
+def run(*arguments):
+    sys.argv = ["heedful", *arguments]
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code, (arguments, done.code)
+
+run("--version")
+run("--help")
+for command in app.registered_commands:
+    run(command.name, "--help")
+run("--show-completion", "bash")
+os.environ |= {"_HEEDFUL_COMPLETE": "complete_bash", "COMP_WORDS": "heedful sc", "COMP_CWORD": "1"}
+run()
+print("imported:", *sorted({"torch", "numpy", "transformers", "polars"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_version_help_and_completion_do_not_import_torch():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "imported:\n", done.stderr
+    assert done.stdout.startswith(f"heedful {heedful.__version__}\n") and done.stdout.endswith("\nscan\n")
+
+
+def test_a_name_is_imported_when_it_is_first_asked_for():
+    script = "import sys, heedful as h; assert 'torch' not in sys.modules; h.Softmax, h.patterns.Full; h.nothing"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.endswith("AttributeError: module 'heedful' has no attribute 'nothing'\n"), done.stderr
+    assert set(heedful.__all__) <= set(dir(heedful)) and "Softmax" in heedful.__all__
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

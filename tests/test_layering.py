@@ -17,9 +17,9 @@ LAYERS = [
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
     {"inputs", "core", "operator"},
     {"mechanisms"},
-    {"trimmed", "linalg", "measures", "nn", "testing", "records", "report", "engine", "plan"},
+    {"trimmed", "linalg", "measures", "nn", "testing", "notices", "records", "report", "engine", "plan"},
     {"hf", "theory", "scan", "studies", "bench"},
-    {"show"},
+    {"library", "show"},
     {"cli", "__main__"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}

@@ -1,167 +1,33 @@
-"""heedful measures the structure of Transformer attention, and puts it to work."""
+"""heedful measures the structure of Transformer attention, and puts it to work.
+
+The names are those of `heedful.library`. They are imported when the first of them is asked for, not before: they take
+torch, which takes seconds, and `heedful --help` needs neither.
+"""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from heedful import nn, segments, testing, theory
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, group_heads
-from heedful.feature_maps import (
-    Cos,
-    CosFormer,
-    Elu1,
-    Exp,
-    FeatureMap,
-    Hedgehog,
-    Identity,
-    LogFeatureMap,
-    Polynomial,
-    Relu,
-    Taylor,
-)
-from heedful.inputs import check_finite
-from heedful.kernels.dispatch import backend
-from heedful.measures import (
-    concentration,
-    decay_exponent,
-    effective_rank,
-    energy_share,
-    entropic_rank,
-    entropy,
-    head_measures,
-    positional_pattern,
-    row_statistics,
-    sink_mass,
-    spectrum,
-    stable_rank,
-    svdvals,
-)
-from heedful.mechanisms import (
-    CATALOG,
-    DilatedSoftmax,
-    ExternalMemory,
-    FixedPattern,
-    GatedLinear,
-    KeyValueMemory,
-    Linear,
-    Linformer,
-    LinformerSparse,
-    LowRankSparse,
-    Mixture,
-    Nystrom,
-    Perceiver,
-    Quadratic,
-    Retention,
-    Softmax,
-    StridedSoftmax,
-    Sum,
-    TopK,
-    TreeSoftmax,
-    TruncatedSVD,
-    build,
-    identity,
-    relu2,
-)
-from heedful.operator import AttentionOperator
-from heedful.patterns import (
-    Blocks,
-    Causal,
-    Full,
-    Global,
-    Pattern,
-    RandomBlocks,
-    SparseFixed,
-    Strided,
-    Summaries,
-    Tree,
-    Window,
-    forest,
-)
-from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
+if TYPE_CHECKING:
+    from heedful.library import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CATALOG",
-    "AttentionOperator",
-    "Blocks",
-    "Causal",
-    "Cos",
-    "CosFormer",
-    "Cost",
-    "DilatedSoftmax",
-    "Dims",
-    "Elu1",
-    "Exp",
-    "ExternalMemory",
-    "FavorPlus",
-    "FavorPlusPlus",
-    "FavorSharp",
-    "FeatureMap",
-    "FixedPattern",
-    "Full",
-    "GatedLinear",
-    "Global",
-    "Hedgehog",
-    "Identity",
-    "KeyValueMemory",
-    "Linear",
-    "Linformer",
-    "LinformerSparse",
-    "LogFeatureMap",
-    "LowRankSparse",
-    "Mechanism",
-    "Mixture",
-    "Nystrom",
-    "Pattern",
-    "Perceiver",
-    "Polynomial",
-    "Quadratic",
-    "RandomBlocks",
-    "RecurrentMechanism",
-    "Relu",
-    "ReluFeatures",
-    "Retention",
-    "Softmax",
-    "SparseFixed",
-    "Strided",
-    "StridedSoftmax",
-    "Sum",
-    "Summaries",
-    "Taylor",
-    "TopK",
-    "Tree",
-    "TreeSoftmax",
-    "Trig",
-    "TruncatedSVD",
-    "Window",
-    "backend",
-    "build",
-    "check_finite",
-    "concentration",
-    "decay_exponent",
-    "effective_rank",
-    "energy_share",
-    "entropic_rank",
-    "entropy",
-    "forest",
-    "group_heads",
-    "head_measures",
-    "identity",
-    "nn",
-    "positional_pattern",
-    "relu2",
-    "row_statistics",
-    "segments",
-    "sink_mass",
-    "spectrum",
-    "stable_rank",
-    "svdvals",
-    "testing",
-    "theory",
-]
-
 
 def __getattr__(name: str):
-    """`heedful.hf` is imported when it is first asked for: it takes transformers, which takes seconds."""
-    if name == "hf":
-        return import_module("heedful.hf")
-    raise AttributeError(f"module 'heedful' has no attribute {name!r}")
+    """A name of the library, or a part of the package such as `heedful.hf`."""
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module 'heedful' has no attribute {name!r}")
+    try:
+        return import_module(f"heedful.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name != f"heedful.{name}":
+            raise
+    library = import_module("heedful.library")
+    if name != "__all__" and name not in getattr(library, "__all__", ()):
+        raise AttributeError(f"module 'heedful' has no attribute {name!r}")
+    globals().update({each: getattr(library, each) for each in library.__all__}, __all__=library.__all__)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

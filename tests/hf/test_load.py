@@ -150,7 +150,9 @@ def packed(tmp_path, tokenizer, monkeypatch):
 @pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed: pip install 'heedful[hf]'")
 def test_gguf_weights_are_unpacked_once(packed):
     path, times = packed
-    first, _ = hf.load(path)
+    told: list[str] = []
+    first, _ = hf.load(path, progress=told.append)
+    assert told == ["unpacking tiny.Q4.gguf, once: this takes about half a minute"]
     second, tokenizer = hf.load(path)
     assert times == [path] and tokenizer("he")["input_ids"] == [3]
     assert all(torch.equal(x, second.state_dict()[key]) for key, x in first.state_dict().items())
@@ -172,6 +174,19 @@ def test_a_cache_that_was_broken_off_is_no_cache(packed, monkeypatch):
         model, _ = hf.load(path)
     assert model is not None
     assert not list((loading.cache_folder() / "models").iterdir()), "no draft is left"
+    hf.load(path)
+    assert len(times) == 2
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed: pip install 'heedful[hf]'")
+def test_a_cache_that_was_damaged_is_made_again(packed):
+    path, times = packed
+    hf.load(path)
+    (kept,) = (loading.cache_folder() / "models").iterdir()
+    stored = kept / "model.safetensors"
+    stored.write_bytes(stored.read_bytes()[:-100])
+    hf.load(path)
+    assert len(times) == 2
     hf.load(path)
     assert len(times) == 2
 

@@ -12,14 +12,13 @@ from typing import Annotated
 
 import typer
 
-import heedful
+from heedful import __version__
 from heedful.cli.bench import bench_command
 from heedful.cli.mechanisms import list_command, show_command
 from heedful.cli.scan import report_command, scan_command
 from heedful.cli.theory import theory_command
 
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,7 +38,7 @@ def heedful_command(
 ) -> None:
     """Measure the structure of Transformer attention, and put it to work."""
     if version:
-        typer.echo(f"heedful {heedful.__version__}")
+        typer.echo(f"heedful {__version__}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

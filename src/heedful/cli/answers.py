@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from heedful.show import terminal
+from heedful.show.messages import print_mistake
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -33,7 +33,7 @@ def check_limits(given: dict[str, int]) -> None:
 
 
 def fail(sentence: str, code: int = 2) -> NoReturn:
-    terminal.print_mistake(sentence)
+    print_mistake(sentence)
     raise typer.Exit(code)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import heedful
 from heedful.cli.answers import AsJson, check_limits, fail, print_json
-from heedful.mechanisms import CATALOG
-from heedful.show import picture, terminal
-from heedful.show.markdown import catalogue_markdown
-from heedful.show.options import read_options
-from heedful.show.page import Page, catalogue
+
+if TYPE_CHECKING:
+    from heedful.show.page import Page
 
 
 def list_command(
@@ -29,6 +26,11 @@ def list_command(
     streams     can go token by token, as a decoder does
     kernels     implementations to choose from, the preferred one first
     """
+    from heedful.mechanisms import CATALOG
+    from heedful.show import terminal
+    from heedful.show.markdown import catalogue_markdown
+    from heedful.show.page import catalogue
+
     families = list(dict.fromkeys(entry.family for entry in CATALOG.values()))
     if family is not None and family not in families:
         fail(f"no family is called {family!r}; the families are {', '.join(families)}.")
@@ -65,6 +67,11 @@ def show_command(
     heedful show bigbird --tokens 96 --png bigbird.png
     heedful show softmax --option "pattern=Window(8, sinks=1)"
     """
+    from heedful.mechanisms import CATALOG, build
+    from heedful.show import terminal
+    from heedful.show.options import read_options
+    from heedful.show.page import Page
+
     tokens = (24 if name is None else 32) if tokens is None else tokens
     check_limits({"--n": n, "--d": d, "--heads": heads, "--tokens": tokens, "--seed": seed})
     if name is None:
@@ -78,7 +85,7 @@ def show_command(
         return
     try:
         if name not in CATALOG:
-            heedful.build(name)
+            build(name)
         page = Page(CATALOG[name], read_options(CATALOG[name], option or []), n, d, heads, tokens, seed)
         _ = page.mechanism, page.small_mechanism
     except (ValueError, TypeError) as mistake:
@@ -92,6 +99,8 @@ def show_command(
 
 
 def _save(page: Page, path: Path) -> None:
+    from heedful.show import picture
+
     try:
         picture.to_png(page.matrix, path, f"{page.entry.name}: {page.entry.summary}", page.drawn)
     except ImportError:

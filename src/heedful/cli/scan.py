@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from heedful.cli.answers import AsJson, check_limits, fail, print_json
+from heedful.show.messages import print_notice, waiting
 
 
 def scan_command(
@@ -61,6 +63,12 @@ def scan_command(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read weights that are no safetensors: they can run anything.")
     ] = False,
+    allow_random: Annotated[
+        bool, typer.Option("--allow-random", help="Measure a model whose weights are not all stored.")
+    ] = False,
+    allow_unknown: Annotated[
+        bool, typer.Option("--allow-unknown", help="Read texts whose tokens the tokenizer hardly knows.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure every head of a Hugging Face model.
@@ -76,20 +84,24 @@ def scan_command(
     check_limits({"--seed": seed, "--texts-count": 1 if texts_count is None else texts_count, "--budget": budget})
     given = _numbers("--lengths", lengths)
     folder = out or Path("runs") / Path(model).name
-    with _told():
-        from heedful import hf
-        from heedful.hf.load import quiet
-        from heedful.scan import scan
-        from heedful.scan.memory import keep_pages, parse
-        from heedful.show.scanning import print_scan, progress_bar
+    with _told(), _noted():
+        with waiting("importing torch and transformers", shown=not as_json) as tell_what:
+            from heedful import hf
+            from heedful.hf.load import quiet
+            from heedful.scan import scan
+            from heedful.scan.memory import keep_pages, parse
+            from heedful.show.scanning import print_scan, progress_bar
 
-        quiet()
-        keep_pages()
-        _check_device(device)
-        limit = None if memory is None else parse(memory)
-        load = partial(hf.load, dtype=dtype, pickle=allow_pickle, remote_code=remote_code)
-        network, tokenizer = load(model)
-        other = None if against is None else load(against)
+            quiet()
+            keep_pages()
+            _check_device(device)
+            limit = None if memory is None else parse(memory)
+            load = partial(
+                hf.load, dtype=dtype, pickle=allow_pickle, remote_code=remote_code, allow_random=allow_random,
+                progress=tell_what,
+            )  # fmt: skip
+            network, tokenizer = load(model)
+            other = None if against is None else load(against)
         read, titles, given = _texts(texts or [], texts_count, given, hf.longest(network))
         with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell:
             found = scan(
@@ -110,6 +122,7 @@ def scan_command(
                 seed=seed,
                 budget=budget,
                 beyond=beyond,
+                allow_unknown=allow_unknown,
                 name=model,
                 against_name=against,
                 titles=titles,
@@ -171,9 +184,29 @@ def _told() -> Iterator[None]:
         fail(str(failure).strip().partition("\n")[0], code=1)
 
 
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Warnings as sentences on stderr, as they come."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        print_notice(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+FLAGS = {
+    "pickle=True": "--allow-pickle",
+    "remote_code=True": "--trust-remote-code",
+    "allow_random=True": "--allow-random",
+    "allow_unknown=True": "--allow-unknown",
+}
+
+
 def _flags(sentence: str) -> str:
     """Options of Python's by the names that they have here."""
-    for name, flag in {"pickle=True": "--allow-pickle", "remote_code=True": "--trust-remote-code"}.items():
+    for name, flag in FLAGS.items():
         sentence = sentence.replace(name, flag)
     return sentence
 

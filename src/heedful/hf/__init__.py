@@ -13,7 +13,7 @@ except ModuleNotFoundError as missing:
 
 from heedful.hf.calls import Call
 from heedful.hf.load import PACKAGED, load
-from heedful.hf.modules import CheckFailed, Refused, objections
+from heedful.hf.modules import CheckFailed, Notice, Refused, objections
 from heedful.hf.probe import Attending, Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
 
@@ -26,6 +26,7 @@ __all__ = [
     "Call",
     "CheckFailed",
     "Enough",
+    "Notice",
     "Probe",
     "Refused",
     "encode",

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from heedful.hf.calls import Call
 from heedful.hf.modules import CheckFailed
 from heedful.hf.tap import Own
+from heedful.hf.weights import listed
 from heedful.shapes import Tensor
 
 
@@ -48,9 +50,16 @@ def _largest(difference: Tensor, real: Tensor) -> float:
     return float(torch.where(real, difference, 0).max())
 
 
-def check_finite_model(outputs: list[Tensor], name: str) -> None:
+def check_finite_model(outputs: list[Tensor], model: nn.Module) -> None:
     """A model that itself gives NaN can't be compared with."""
+    name = type(model).__name__
     if any(bool(output.isnan().any()) for output in outputs):
+        broken = [key for key, x in model.named_parameters() if not bool(x.detach().isfinite().all())]
+        if broken:
+            raise CheckFailed(
+                f"{name}: the untouched model's own outputs hold NaN. Likely cause: NaN or infinity in its weights "
+                f"{listed(broken)}, from a training run that diverged or a damaged file. Nothing was measured."
+            )
         raise CheckFailed(
             f"{name}: the untouched model's own outputs hold NaN. Likely cause: overflow in its precision, or padding "
             "in float64, which transformers' eager attention turns into NaN. Nothing was measured."

@@ -1,14 +1,20 @@
-"""Load a model and its tokenizer, safely: no pickled weights and no code from outside unless asked for."""
+"""Load a model and its tokenizer, safely: no pickled weights and no code from outside unless asked for.
+
+Weights that do not fit the model are refused by name (`weights.py`): what is missing would be random.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +22,12 @@ from urllib.parse import urlsplit
 
 import torch
 import transformers
-from huggingface_hub import constants
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from huggingface_hub import constants, try_to_load_from_cache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from heedful.hf.modules import Refused
+from heedful.hf.modules import Notice, Refused, quantised
+from heedful.hf.weights import Fit, Loaded, check_files, check_kinds, fit, known_prefixes, remember
+from heedful.notices import notices
 
 
 class Packaged(NamedTuple):
@@ -46,7 +54,13 @@ PACKAGED = {
 
 
 def load(
-    name: str | Path, *, dtype: str | None = None, pickle: bool = False, remote_code: bool = False
+    name: str | Path,
+    *,
+    dtype: str | None = None,
+    pickle: bool = False,
+    remote_code: bool = False,
+    allow_random: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """The model of this name, and its tokenizer (None where it has none).
 
@@ -54,23 +68,69 @@ def load(
     dtype         "float32", "bfloat16" or "float16"; by default that of the stored weights
     pickle        take weights that are not safetensors: unpickling them can run anything
     remote_code   run Python code that comes with the model
+    allow_random  take a model whose stored weights do not fit: those that are missing are random, from seed 0
+    progress      told what is being done, in a few words
+
+    Weights that are missing, unexpected or of another shape are refused by name, unless they act behind the last
+    attention call (a task head, a pooler). A prefix before all names that is known ("module.") is removed, and a
+    `Notice` says so.
 
     Weights of a .gguf file are unpacked to float32 and kept under the user's cache folder as safetensors.
     """
     if dtype is not None and dtype not in DTYPES:
         raise Refused(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}.")
+    tell = progress or (lambda text: None)
     where = _place(str(name))
     if isinstance(where, Path) and where.suffix == ".gguf":
-        return _load_gguf(where, dtype)
+        return _load_gguf(where, dtype, tell)
+    tell(f"reading the weights of {Path(name).name}")
+    stored = check_files(str(name), where) if isinstance(where, Path) else {}
     options = {"trust_remote_code": remote_code, "local_files_only": isinstance(where, Path) or not _hub_in_reach()}
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        model = _class_of(config, remote_code).from_pretrained(
-            where, config=config, dtype=dtype or "auto", use_safetensors=None if pickle else True, **options
-        )
-    except (OSError, ValueError, ImportError) as error:
+        kind, named = _class_of(config, remote_code)
+        how = {"config": config, "dtype": dtype or "auto", "use_safetensors": None if pickle else True, **options}
+        model, fitting, prefix = _read(kind, where, how)
+    except Exception as error:  # a configuration or a file that is damaged fails in any way
+        if remote_code and not isinstance(error, OSError | ValueError | ImportError):
+            raise  # most likely in code of the model's own
         raise Refused(_explain(str(name), where, error, pickle)) from error
-    return model.eval(), _tokenizer(where, options)
+    check_kinds(str(name), stored or _stored_of_hub(where), model)
+    if why := quantised(model):
+        raise Refused(f"{name}: {why}")
+    if not fitting and not allow_random:
+        raise Refused(
+            f"{name}: the stored weights do not fit {type(model).__name__}. {fitting.sentences()} Nothing was "
+            "measured. Likely cause: a prefix before the names, another config.json, or half a checkpoint. Where "
+            "random weights are wanted, ask for them (allow_random=True)."
+        )
+    read_as = type(model).__name__ if named else ""
+    loaded = Loaded(prefix, named, read_as, random=fitting.random, left_out=fitting.unexpected)
+    for sentence in notices({"weights": loaded.described()}):
+        warnings.warn(sentence, Notice, stacklevel=2)
+    tell(f"reading the tokenizer of {Path(name).name}")
+    tokenizer, unread = _tokenizer(where, options)
+    remember(model, replace(loaded, unread=unread))
+    return model.eval(), tokenizer
+
+
+def _read(kind: Any, where: Path | str, how: dict[str, Any]) -> tuple[PreTrainedModel, Fit, str]:
+    """The model, how well the stored weights fit it, and the prefix that was removed from their names."""
+
+    def attempt(prefix: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+        renamed = {"key_mapping": {f"^{re.escape(prefix)}": ""}} if prefix else {}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # what is not stored is alike every time: a scan can resume
+            return kind.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **renamed, **how)
+
+    model, info = attempt("")
+    fitting = fit(model, info)
+    if not fitting:
+        for prefix in known_prefixes(info):
+            again, found = attempt(prefix)
+            if fit(again, found):
+                return again, fit(again, found), prefix
+    return model, fitting, ""
 
 
 def _place(name: str) -> Path | str:
@@ -80,6 +140,8 @@ def _place(name: str) -> Path | str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise Refused(_adapter(name, path))
             found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
             hint = f"Name the file in it: {found}." if found else "Likely cause: a checkpoint inside it was meant."
             raise Refused(f"{name}: a folder without config.json, so no model of transformers. {hint}")
@@ -107,21 +169,35 @@ def _packaged(name: str) -> Path:
     return path
 
 
-def _class_of(config: Any, remote_code: bool) -> Any:
-    """The class that the weights were saved from: with its head, where it had one."""
+def _class_of(config: Any, remote_code: bool, other: Any = AutoModel) -> tuple[Any, str]:
+    """The class that the weights were saved from, with its head where it had one; and what the configuration names,
+    where that is no model for it and `other` has to do.
+    """
     if remote_code and getattr(config, "auto_map", None):
-        return AutoModel
-    for name in config.architectures or ():
-        if isinstance(found := getattr(transformers, name, None), type):
-            return found
-    return AutoModel
+        return other, ""
+    named = config.architectures or []
+    named = [named] if isinstance(named, str) else list(named)
+    for name in named:
+        found: Any = getattr(transformers, str(name), None)
+        model = (
+            isinstance(found, type)
+            and issubclass(found, PreTrainedModel)
+            and not found.__name__.endswith("PreTrainedModel")
+        )
+        if model and isinstance(config, found.config_class or ()):
+            return found, ""
+    return other, ", ".join(map(str, named))
 
 
-def _tokenizer(where: Path | str, options: dict[str, Any]) -> Any:
+def _tokenizer(where: Path | str, options: dict[str, Any]) -> tuple[Any, str]:
+    """The tokenizer, or None; and why one that is there can't be read."""
     try:
-        return AutoTokenizer.from_pretrained(where, **options)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError):
-        return None  # a vision model, or a folder of weights alone: `encode` says what is missing
+        found = AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:  # a vision model, weights alone, or files that are damaged: `encode` says it
+        there = isinstance(where, Path) and any(where.glob("tokenizer*.json"))
+        return None, _brief(error) if there else ""
+    words = set(found.get_vocab()) - set(found.all_special_tokens)
+    return (found, "") if words else (None, "")  # without files some classes make one that knows no word
 
 
 def quiet() -> None:
@@ -138,37 +214,42 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heedful"
 
 
-def _load_gguf(path: Path, dtype: str | None) -> tuple[PreTrainedModel, Any]:
+def _load_gguf(path: Path, dtype: str | None, tell: Callable[[str], None]) -> tuple[PreTrainedModel, Any]:
     if find_spec("gguf") is None:
         raise Refused(f"{path.name}: reading it takes the package gguf: pip install 'heedful[hf]'.")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     kept = cache_folder() / "models" / f"{path.stem}-{digest}"
-    if not (kept / "config.json").is_file():
-        model, tokenizer = _unpack(path)
+    if (kept / "config.json").is_file():
         try:
-            _keep(kept, model, tokenizer)
-        except OSError as error:
-            warnings.warn(f"{path.name} was unpacked but could not be kept in {kept.parent}: {error}", stacklevel=3)
-            return model.to(getattr(torch, dtype or "float32")).eval(), tokenizer
-        if dtype is None:
-            return model.eval(), tokenizer
-    return load(kept, dtype=dtype)
+            return load(kept, dtype=dtype, progress=tell)
+        except Refused:  # the copy was damaged, or an older version of heedful made it
+            shutil.rmtree(kept, ignore_errors=True)
+    tell(f"unpacking {path.name}, once: this takes about half a minute")
+    model, tokenizer = _unpack(path)
+    try:
+        _keep(kept, model, tokenizer)
+    except OSError as error:
+        warnings.warn(f"{path.name} was unpacked but could not be kept in {kept.parent}: {error}", stacklevel=3)
+        return model.to(getattr(torch, dtype or "float32")).eval(), tokenizer
+    return (model.eval(), tokenizer) if dtype is None else load(kept, dtype=dtype, progress=tell)
 
 
 def _unpack(path: Path) -> tuple[PreTrainedModel, Any]:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-        model = kind.from_pretrained(path.parent, gguf_file=path.name)
+        kind, _ = _class_of(config, False, AutoModelForCausalLM)
+        model, fitting, _ = _read(kind, path.parent, {"gguf_file": path.name})
     except Exception as error:  # a file that is cut short or of a newer form fails in any way
-        raise Refused(f"{path.name}: transformers can't read this gguf file: {_first_line(error)}") from error
+        raise Refused(f"{path.name}: transformers can't read this gguf file: {_brief(error)}") from error
+    if not fitting:
+        raise Refused(f"{path.name}: its weights do not fit {type(model).__name__}. {fitting.sentences()}")
     # The weights are plain numbers from here on; a mention of quantisation would have them unpacked again.
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
+    plain: Any = model
+    plain.hf_quantizer, plain.is_quantized = None, False
     return model, tokenizer
 
 
@@ -204,8 +285,16 @@ def _hub_in_reach() -> bool:
     return True
 
 
+def _stored_of_hub(where: Path | str) -> dict[str, str]:
+    """How the weights of a model of the hub are stored, once they were fetched."""
+    found = None if isinstance(where, Path) else try_to_load_from_cache(where, "config.json")
+    return check_files(str(where), Path(found).parent) if isinstance(found, str) else {}
+
+
 def _explain(name: str, where: Path | str, error: BaseException, pickle: bool) -> str:
     kinds, text = {type(e).__name__ for e in _chain(error)}, str(error)
+    if isinstance(where, Path) and (found := _explain_folder(name, where, pickle)):
+        return found
     if "trust_remote_code" in text:
         return f"{name}: the model brings Python code of its own, which is not run unless asked for (remote_code=True)."
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
@@ -220,11 +309,49 @@ def _explain(name: str, where: Path | str, error: BaseException, pickle: bool) -
             f"offline mode). Without a hub: {', '.join(PACKAGED)}, or the path of a folder."
         )
     if not pickle and ("safetensors" in text or "pytorch_model.bin" in text):
+        return _pickled(name)
+    return f"{name}: transformers {transformers.__version__} can't load it: {_brief(error)}"
+
+
+def _explain_folder(name: str, folder: Path, pickle: bool) -> str:
+    """What is wrong with a folder, where that can be seen from its files; "" where it can't."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{name}: config.json is no JSON ({_brief(error)}). Likely cause: a file that was cut short or edited."
+    if not isinstance(config, dict):
+        return f"{name}: config.json holds a {type(config).__name__}, expected an object with model_type."
+    if isinstance(quantised := config.get("quantization_config"), dict):
+        method = " ".join(str(quantised[key]) for key in ("quant_method", "bits") if quantised.get(key))
         return (
-            f"{name}: no safetensors among its weights. Pickled weights can run anything when they are read; where "
-            "they are trusted, ask for them (pickle=True)."
+            f"{name}: its weights are quantised ({method}), and transformers can't read them here. Give the checkpoint "
+            "that they were made from, or unpack them first (dequantize, then save_pretrained)."
         )
-    return f"{name}: transformers can't load it: {_first_line(error)}"
+    if (folder / "adapter_config.json").is_file():
+        return _adapter(name, folder)
+    if any(folder.glob("model*.safetensors")):
+        return ""
+    if any(folder.glob("pytorch_model*.bin")):
+        return "" if pickle else _pickled(name)
+    return f"{name}: config.json without weights; expected model.safetensors beside it."
+
+
+def _adapter(name: str, folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "another model"
+    return (
+        f"{name}: an adapter of {base}, not a model. Merge the two first (peft: merge_and_unload, then "
+        "save_pretrained), and give that folder."
+    )
+
+
+def _pickled(name: str) -> str:
+    return (
+        f"{name}: no safetensors among its weights. Pickled weights can run anything when they are read; where they "
+        "are trusted, ask for them (pickle=True)."
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -233,5 +360,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _brief(error: BaseException, most: int = 240) -> str:
+    """What an error says, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
+    return kind + (text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} …")

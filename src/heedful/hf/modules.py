@@ -8,9 +8,15 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedModel
 
+from heedful.shapes import Tensor
+
 
 class Refused(ValueError):
     """A model or input that can't be captured, with the reasons."""
+
+
+class Notice(UserWarning):
+    """What a reader of the numbers has to know. The records of a scan say it too."""
 
 
 class CheckFailed(RuntimeError):
@@ -29,7 +35,12 @@ def objections(model: nn.Module) -> list[str]:
         return [
             f"{type(model).__name__} holds no model of transformers, whose AttentionInterface the capture goes through."
         ]
-    alone = Counter(type(module) for module in model.modules() if attends_by_itself(type(module)))
+    if packed := quantised(model):
+        return [packed]
+    pooling = {id(model.get_submodule(name)) for name in out_of_sight(model)}
+    alone = Counter(
+        type(module) for module in model.modules() if attends_by_itself(type(module)) and id(module) not in pooling
+    )
     why = [
         f"{kind.__name__} ({count} in this model) computes its weights itself instead of through transformers' "
         "AttentionInterface, so they can't be seen."
@@ -38,6 +49,33 @@ def objections(model: nn.Module) -> list[str]:
     if not why and not attention_modules(model):
         why.append(f"{type(model).__name__} has no module that attends through transformers' AttentionInterface.")
     return why
+
+
+def out_of_sight(model: nn.Module) -> list[str]:
+    """Modules that attend by themselves but only pool what is measured: torch's own attention with a learned query.
+
+    Their module has a parameter `probe` for it, as in SigLIP. What they give is no input of other layers.
+    """
+    return [
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "probe", None), nn.Parameter)
+        for child, part in module.named_children()
+        if isinstance(part, nn.MultiheadAttention)
+    ]
+
+
+def quantised(model: nn.Module) -> str:
+    """One sentence about weights that are whole numbers or packed; "" where all are fractions as torch has them."""
+    packed = [name for name, weight in model.named_parameters() if not weight.is_floating_point()]
+    packed += [name for name, weight in model.state_dict().items() if not isinstance(weight, Tensor)]
+    tiny = [name for name, weight in model.named_parameters() if weight.is_floating_point() and weight.itemsize < 2]
+    if not packed and not tiny:
+        return ""
+    return (
+        f"{len(packed + tiny)} weights are quantised, {(packed + tiny)[0]} first; expected weights of 16 bits or more. "
+        "Give the model that they were made from, or unpack them first (dequantize)."
+    )
 
 
 _sources: dict[type, str] = {}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from heedful.hf.calls import Call
@@ -73,6 +74,8 @@ class Probe:
         self.model = model
         self.check_tokens = check_tokens
         self._checked: set[tuple] = set()
+        self.draws = False
+        """Whether the model draws random numbers as it runs: from seed 0, so that runs on the same inputs agree."""
 
     def __getstate__(self) -> dict[str, Any]:
         """In another process, perhaps on another machine, everything is checked again."""
@@ -98,8 +101,21 @@ class Probe:
             return out.transpose(1, 2).contiguous(), None
 
         with prepared(self.model), tapped(self.model, attend, given) as tap, suppress(Enough):
-            self.model(**given, **extra)
+            self._run(given, extra)
         tap.check_counts()
+
+    def _run(self, given: dict[str, Any], extra: dict[str, Any]) -> Any:
+        """The model's outputs. What it draws (the patches that ViTMAE leaves out) is the same in every run."""
+        devices = {x.device for x in self.model.parameters() if x.is_cuda}
+        with torch.random.fork_rng(devices=list(devices)):
+            torch.default_generator.manual_seed(0)
+            for device in devices:
+                torch.cuda.default_generators[device.index].manual_seed(0)
+            before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+            out = self.model(**given, **extra)
+            after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        self.draws |= any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        return out
 
     def check(self, inputs: Mapping[str, Any], visit: Visit | None = None, attending: Attending | None = None) -> None:
         """Compare the model under the probe with the untouched model, on the first tokens of these inputs.
@@ -120,13 +136,28 @@ class Probe:
 
         with prepared(self.model):
             with implementation(self.model, "eager"):
-                expected = floating_tensors(self.model(**given, **extra))
-            check_finite_model(expected, type(self.model).__name__)
+                expected = floating_tensors(self._untouched(given, extra))
+            check_finite_model(expected, self.model)
             with tapped(self.model, attend, given) as tap:
-                found = floating_tensors(self.model(**given, **extra))
+                found = floating_tensors(self._run(given, extra))
         tap.check_counts()
         compare_outputs(found, expected, type(self.model).__name__)
         self._checked.add((_form(dict(inputs)), type(attending)))
+
+    def _untouched(self, given: dict[str, Any], extra: dict[str, Any]) -> Any:
+        """The outputs of the model by itself. An error in it is no error of the capture."""
+        try:
+            return self._run(given, extra)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "allocate memory" in str(error) or "out of memory" in str(error):
+                raise
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise Refused(
+                f"{type(self.model).__name__} by itself can't be run on {', '.join(given)}: {said[:240]}. Expected "
+                "what its forward takes."
+            ) from error
 
     def sees_all(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a check sees all tokens of these inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from heedful.hf.modules import Refused
+from heedful.hf.weights import loaded
 from heedful.shapes import Tensor
 
 
@@ -54,6 +56,73 @@ def check_reach(model: nn.Module, length: int, *, beyond: bool = False) -> None:
         )
 
 
+def unknown_share(tokenizer: Any, ids: Tensor) -> float:
+    """The share of tokens that stand for what a tokenizer does not know, among those that stand for text.
+
+    Neither special tokens around a text count nor blanks: SentencePiece puts one before each word, known or not.
+    """
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or not ids.numel():
+        return 0.0
+    found = Counter(ids.flatten().tolist())
+    blank = [x for x in found if x != unknown and not tokenizer.convert_ids_to_tokens(x).strip("▁Ġ ")]
+    for each in {*blank, *(getattr(tokenizer, "all_special_ids", ()))} - {unknown}:
+        found.pop(each, None)
+    return found[unknown] / max(1, found.total())
+
+
+def decoder_start(model: nn.Module) -> int:
+    """The token that a decoder reads first: decoder_start_token_id, else bos_token_id, else pad_token_id.
+
+    The model's configuration is asked first, then that of its generation, then that of its decoder.
+    """
+    config: Any = getattr(model, "config", None)
+    asked = (config, getattr(model, "generation_config", None), getattr(config, "decoder", None))
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        for each in asked:
+            found = getattr(each, name, None)
+            if isinstance(found, int) and not isinstance(found, bool):
+                return found
+    raise Refused(
+        f"{type(model).__name__}: its configuration has no decoder_start_token_id, bos_token_id or pad_token_id, so "
+        "there is no telling what its decoder reads first. Set one in config.json, or give inputs with "
+        "decoder_input_ids."
+    )
+
+
+def check_reads_tokens(model: nn.Module) -> None:
+    """Refuse text for a model that reads images or sound."""
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        raise Refused(
+            f"{type(model).__name__} reads {takes}, not text. Give what it takes, such as {{{takes!r}: …}}, one at a "
+            "time, with tokenizer None."
+        )
+
+
+def check_ids(model: nn.Module, ids: Tensor, tokenizer: Any = None) -> None:
+    """Refuse tokens that a model has no embedding for."""
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    known = getattr(table, "num_embeddings", None) or getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(known, int) or (int(ids.min()) >= 0 and int(ids.max()) < known):
+        return
+    if tokenizer is None:
+        raise Refused(f"token ids from {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}.")
+    raise Refused(
+        f"the tokenizer gives token {int(ids.max())} ({tokenizer.decode([int(ids.max())])!r}), the model has "
+        f"embeddings for 0 to {known - 1}. Likely cause: the two do not belong together, or tokens were added later."
+    )
+
+
+def with_decoder(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same inputs; where the model has a decoder, it reads the same text, one token later."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return inputs
+    ids = inputs["input_ids"]
+    start = ids.new_full((ids.shape[0], 1), decoder_start(model))
+    return {**inputs, "decoder_input_ids": torch.cat([start, ids[:, :-1]], -1)}
+
+
 def encode(
     model: nn.Module, tokenizer: Any, text: str, length: int | None = None, *, beyond: bool = False
 ) -> dict[str, Tensor]:
@@ -63,8 +132,11 @@ def encode(
     decoder reads the same text on both sides. `beyond` lets a model with rotary positions read further than it was
     trained to.
     """
+    check_reads_tokens(model)
     if tokenizer is None:
-        raise Refused("tokenizer: this model came without one; give token ids instead of text.")
+        unread = loaded(model).unread
+        why = f"the one that came with this model can't be read ({unread})" if unread else "this model came without one"
+        raise Refused(f"tokenizer: {why}; give token ids instead of text.")
     if not text.strip():
         raise Refused("text: empty, expected at least one word.")
     reach = longest(model)
@@ -75,10 +147,7 @@ def encode(
     ids = encoded["input_ids"]
     if length is not None and ids.shape[-1] < length:
         raise Refused(f"text: {ids.shape[-1]} tokens, expected at least {length}: give more text or a smaller length.")
-    inputs = {"input_ids": ids, "attention_mask": encoded["attention_mask"]}
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        start = ids.new_full((ids.shape[0], 1), config.decoder_start_token_id)
-        inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], -1)
+    check_ids(model, ids, tokenizer)
+    inputs = with_decoder(model, {"input_ids": ids, "attention_mask": encoded["attention_mask"]})
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in inputs.items()}

@@ -6,6 +6,7 @@ import json
 from html import escape
 from typing import Any
 
+from heedful.notices import notices
 from heedful.report.data import Records, payload
 from heedful.report.shell import LANGUAGES, asset, check_language, page, say
 from heedful.report.words import KINDS, THIN, answer, title_of
@@ -31,7 +32,7 @@ def html(scan: Records, *, against: Records | None = None, language: str = "en")
     title = {"en": f"Attention heads of {name}{versus}", "zh": f"{name}{versus} 的注意力头"}
     measures = [measure["id"] for measure in text["measures"]]
     data = {**payload(scan, against, measures), "text": text, "glyphs": GLYPHS}
-    body = "\n".join([_answer(name, said, text), asset("report.html")])
+    body = "\n".join([_notices(scan, against), _answer(name, said, text), asset("report.html")])
     return page(title, body, asset("report.css"), "".join(asset(each) for each in SCRIPTS), data, language=language)
 
 
@@ -59,6 +60,17 @@ def _answer(name: str, said: dict[str, Any], text: dict[str, Any]) -> str:
 <p class="caveat">{say({code: found["caveat"] for code, found in each.items()})}</p></div>
 </div>
 </section>"""
+
+
+def _notices(*scans: Records | None) -> str:
+    """What a reader has to know before the numbers; "" for most scans."""
+    found = []
+    for scan in filter(None, scans):
+        each = {code: notices(scan.manifest, code) for code in LANGUAGES}
+        whose = f"{title_of(scan.manifest)}: " if scans[-1] is not None else ""
+        found += [{code: whose + each[code][at] for code in LANGUAGES} for at in range(len(each["en"]))]
+    items = "".join(f"<li>{say(sentence)}</li>" for sentence in found)
+    return f'<ul class="notices" role="note">{items}</ul>' if items else ""
 
 
 def _glyph(kind: str) -> str:

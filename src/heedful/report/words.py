@@ -13,6 +13,8 @@ from typing import Any
 
 import polars as pl
 
+from heedful.notices import too_few
+
 THIN = "\u202f"  # a narrow space at which no line breaks
 KINDS = ("positional", "sink", "low rank", "content")
 Answer = dict[str, Any]
@@ -122,7 +124,7 @@ def answer(table: pl.DataFrame, language: str) -> Answer:
     return {
         "counts": counts,
         "length": length,
-        "lead": _lead(say, counts),
+        "lead": too_few(length, language) or _lead(say, counts),
         "more": more,
         "cheaper": [(kind, _cheaper(say, longest, kind, counts[kind], length)) for kind in KINDS if counts[kind]],
         "caveat": say["caveat"],

@@ -14,6 +14,7 @@ import polars as pl
 import torch
 
 from heedful import records
+from heedful.notices import too_few
 from heedful.records import NUMBERS, Run
 from heedful.scan.statistics import Mean, bootstrap, exponent
 from heedful.scan.words import summary
@@ -46,7 +47,8 @@ class Head:
     def __repr__(self) -> str:
         last = self.table.row(-1, named=True)
         return (
-            f"head {self.head} of layer {self.layer} ({last['name']}): {last['kind_of_head']}, {last['label']}; "
+            f"head {self.head} of layer {self.layer} ({last['name']}): {last['kind_of_head'] or 'no verdict'}, "
+            f"{last['label']}; "
             f"effective rank (.9) {last['rank90']:.4g} of {last['length']}"
         )
 
@@ -114,6 +116,8 @@ class Scan:
             sink         more than half of the mass lies on the first token
             low rank     rank95, with its whole interval, is below half of the random head's
             content      all others
+
+        and empty for fewer than 32 tokens, which are too few to tell.
         """
         return self._table
 
@@ -275,7 +279,8 @@ def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
     for name in LISTS:
         table = table.join(_mean_lists(rows, name), on=["layer", "head"], how="left")
     table = table.sort("layer", "head")
-    return table.with_columns(_kind_of_head().alias("kind_of_head"))
+    kind = pl.lit(None, pl.String) if too_few(length) else _kind_of_head()
+    return table.with_columns(kind.alias("kind_of_head"))
 
 
 def _mean_lists(rows: pl.DataFrame, name: str) -> pl.DataFrame:

@@ -26,6 +26,8 @@ import heedful
 from heedful import engine as engines
 from heedful import hf
 from heedful.hf import Refused
+from heedful.hf.modules import out_of_sight
+from heedful.hf.weights import loaded
 from heedful.records import Run
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
@@ -65,6 +67,7 @@ def scan(
     values: int = 32,
     budget: int = BUDGET,
     beyond: bool = False,
+    allow_unknown: bool = False,
     name: str | None = None,
     against_name: str | None = None,
     titles: Sequence[str] | None = None,
@@ -86,6 +89,7 @@ def scan(
     values      singular values to record for each head
     budget      products to spend on each head: more narrows the bounds of high ranks
     beyond      read more tokens than a model with rotary positions was trained on
+    allow_unknown   read a text although the tokenizer does not know half of its tokens
     progress    called with (units done, units in all), parts of units included
     """
     how = Measuring(seed=seed, values=values, budget=budget)
@@ -99,7 +103,7 @@ def scan(
     device = device or str(next(model.parameters()).device)
     other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
     with limited(memory):
-        setting = _Setting(texts, titles, lengths, layers, how, device, beyond)
+        setting = _Setting(texts, titles, lengths, layers, how, device, beyond, allow_unknown)
         first = _Side(model, tokenizer, name, setting)
         second = None if other is None else _Side(other, other_tokenizer, against_name, setting)
         if second is not None:
@@ -136,6 +140,7 @@ class _Setting:
     how: Measuring
     device: str
     beyond: bool
+    allow_unknown: bool
 
 
 class _Side:
@@ -144,8 +149,9 @@ class _Side:
     def __init__(self, model: nn.Module, tokenizer: Any, name: str | None, setting: _Setting):
         model.to(setting.device)
         self.readings = read(
-            model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond
-        )
+            model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond,
+            allow_unknown=setting.allow_unknown,
+        )  # fmt: skip
         self.probe = hf.Probe(model)
         layers = survey(self.probe, _short(self.readings[0], setting.device), setting.layers)
         self.chosen = _chosen(setting.layers, len(layers))
@@ -153,6 +159,7 @@ class _Side:
         """After how many attention calls a run of the model ends."""
         self.ends = layers[self.calls - 1]["name"]
         self.manifest = _manifest(model, name, layers, self.readings, setting)
+        self.manifest |= _notes(model, self.probe)
         self.manifest["thumbnail_tokens"] = _tokens(tokenizer, self.readings[0])
 
 
@@ -203,6 +210,12 @@ def _manifest(
         "lengths": list(setting.lengths),
         "texts": [reading.described() for reading in readings],
     }
+
+
+def _notes(model: nn.Module, probe: hf.Probe) -> dict[str, Any]:
+    """What `heedful.notices` makes sentences of."""
+    found = {"weights": loaded(model).described(), "not_captured": out_of_sight(model), "draws": probe.draws}
+    return {name: fact for name, fact in found.items() if fact}
 
 
 def _dtype(model: nn.Module) -> str:

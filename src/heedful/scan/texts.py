@@ -6,6 +6,7 @@ Everything is encoded before anything is measured, so that a text which will not
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from torch import nn
 
 from heedful import hf
 from heedful.hf import Refused
-from heedful.hf.prose import check_reach
+from heedful.hf.modules import Notice
+from heedful.hf.prose import check_ids, check_reach, check_reads_tokens, unknown_share, with_decoder
+from heedful.notices import REFUSE_UNKNOWN, notices
 from heedful.shapes import Tensor
 
 Text = str | Tensor | Sequence[int] | Mapping[str, Any]
@@ -39,12 +42,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Reading:
-    """A text with its inputs at each length; 0 stands for the whole text."""
+    """A text with its inputs at each length; 0 stands for the whole text.
+
+    unknown   the share of its tokens that the tokenizer does not know, at the length where it is largest
+    """
 
     id: str
     title: str
     sha256: str
     inputs: dict[int, dict[str, Any]]
+    unknown: float = 0.0
 
     def described(self) -> dict[str, Any]:
         return {
@@ -52,6 +59,7 @@ class Reading:
             "title": self.title,
             "sha256": self.sha256,
             "tokens": max(token_count(inputs) for inputs in self.inputs.values()),
+            "unknown": round(self.unknown, 4),
         }
 
 
@@ -97,8 +105,13 @@ def read(
     *,
     titles: Sequence[str] | None = None,
     beyond: bool = False,
+    allow_unknown: bool = False,
 ) -> list[Reading]:
-    """Encode every text at every length, or whole where no lengths are given."""
+    """Encode every text at every length, or whole where no lengths are given.
+
+    A text of which the tokenizer does not know half of the tokens is refused unless `allow_unknown`; from 5 % on a
+    `Notice` names the worst one.
+    """
     if isinstance(texts, str | Tensor | Mapping):
         raise TypeError(f"texts: a single {type(texts).__name__}, expected a list of them: [text].")
     if not texts:
@@ -110,10 +123,23 @@ def read(
         title = titles[at] if titles is not None else _title(text, at)
         try:
             inputs = {length: _encoded(model, tokenizer, text, length, beyond) for length in lengths or [0]}
+            unknown = _unknown(tokenizer, inputs) if isinstance(text, str) else 0.0
+            if unknown >= REFUSE_UNKNOWN and not allow_unknown:
+                raise Refused(
+                    f"the tokenizer does not know {100 * unknown:.0f} % of its tokens, so the model would read noise. "
+                    "Likely cause: a tokenizer of another model, or text of another language or field. Give text that "
+                    "it knows, or ask for this one all the same (allow_unknown=True)."
+                )
         except Refused as reason:
             raise Refused(f"text {at} ({title}): {reason}") from reason
-        found.append(Reading(f"{at:04d}", title, _digest(text), inputs))
+        found.append(Reading(f"{at:04d}", title, _digest(text), inputs, unknown))
+    for sentence in notices({"texts": [reading.described() for reading in found]}):
+        warnings.warn(sentence, Notice, stacklevel=4)
     return found
+
+
+def _unknown(tokenizer: Any, inputs: Mapping[int, Mapping[str, Any]]) -> float:
+    return max(unknown_share(tokenizer, each["input_ids"]) for each in inputs.values())
 
 
 def _as_tensor(text: Text) -> str | Tensor | Mapping[str, Any]:
@@ -169,16 +195,10 @@ def _of_ids(model: nn.Module, ids: Tensor, length: int, beyond: bool) -> dict[st
         raise Refused(f"{len(ids)} tokens, expected at least {length}: give more text or a smaller length.")
     ids = ids[:length] if length else ids
     check_reach(model, len(ids), beyond=beyond)
-    config: Any = getattr(model, "config", None)
-    known = getattr(config, "vocab_size", None)
-    if isinstance(known, int) and (int(ids.min()) < 0 or int(ids.max()) >= known):
-        raise Refused(f"token ids from {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}.")
+    check_reads_tokens(model)
+    check_ids(model, ids)
     ids = ids.long()[None].cpu()
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(config, "is_encoder_decoder", False):
-        start = ids.new_full((1, 1), config.decoder_start_token_id)
-        inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], -1)
-    return inputs
+    return with_decoder(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def _of_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from heedful.notices import too_few
+
 if TYPE_CHECKING:
     from heedful.scan.result import Scan
 
@@ -68,9 +70,11 @@ def summary(scan: Scan, language: str = "en") -> str:
     if texts > 1:
         numbers["interval"] = say["interval"].format(low=_number(float(found.low)), high=_number(float(found.high)))
     base = scan.mean("base_rank90").mean
-    sentences = ["measured", "kinds", "bare" if base.isnan() else "rank", "cheaper"]
+    few = too_few(int(table["length"][0]), language)
+    kinds, cheaper = ([few], []) if few else (["kinds"], ["cheaper"])
+    sentences = ["measured", *kinds, "bare" if base.isnan() else "rank", *cheaper]
     numbers["base"] = _number(float(base))
-    return ("" if language == "zh" else " ").join(say[name].format(**numbers) for name in sentences)
+    return ("" if language == "zh" else " ").join(say.get(name, name).format(**numbers) for name in sentences)
 
 
 def _number(x: float) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from heedful.notices import notices
 from heedful.scan.result import KINDS
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], Non
 def print_scan(scan: Scan, width: int | None = None) -> None:
     """The answer in words, and the layers in a table."""
     console = Console(highlight=False, width=width)
+    for each in filter(None, (scan, scan.against)):
+        for sentence in notices(each.manifest):
+            whose = "" if scan.against is None else f"{each.manifest['model']}: "
+            console.print(whose + sentence, style="bold", markup=False)
     console.print(scan.words())
     found = scan.table()
     length = scan.lengths[-1]

@@ -78,11 +78,6 @@ def print_page(page: Page, png: Path | None) -> None:
     _print(console, *parts)
 
 
-def print_mistake(sentence: str) -> None:
-    """To stderr, as it is."""
-    Console(stderr=True, highlight=False).print(Text(f"heedful: {sentence}"))
-
-
 def _console(widest: int = 160) -> Console:
     console = Console(highlight=False)
     console.width = min(console.width, widest)
