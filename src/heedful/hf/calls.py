@@ -78,6 +78,16 @@ class Call:
         """Keys or values for each query head: head h uses group h // (heads / groups)."""
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
+    def item(self, at: int) -> Call:
+        """The same call with one item of its batch: one text, or one window, channel or frame of a text."""
+
+        def one(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.ndim < 3 or x.shape[0] == 1 else x[at : at + 1]
+
+        segments = tuple(map(one, self.segments)) if isinstance(self.segments, tuple) else one(self.segments)
+        some = slice(at, at + 1)
+        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some], segments=segments, bias=one(self.bias))
+
     def part(self, start: int, stop: int) -> Call:
         """The same call with some of its heads, each with keys and values of its own; itself where these are all."""
         if (start, stop) == (0, self.heads):

@@ -117,11 +117,16 @@ def _between(a: Baseline, b: Baseline, part: float) -> Baseline:
     )
 
 
-def logit_spreads(call: Call) -> list[float]:
-    """The standard deviation of each head's logits within a row, over visible keys; for one text.
+def logit_spreads(call: Call) -> list[list[float]]:
+    """The standard deviation of each head's logits within a row, over visible keys, for each item of the batch.
 
     All queries up to SAMPLED of them, so many at even distances beyond, a few at a time: never n × m logits at once.
     """
+    return [_spreads(call.item(at)) for at in range(len(call.q))]
+
+
+def _spreads(call: Call) -> list[float]:
+    """The same for the one item of a call."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     size = n, m, call.q.device, SAMPLED, ROWS
     samples = _samples(call.pattern, call.segments, *size) if call.segments is not None else _usual(call.pattern, *size)

@@ -1,5 +1,8 @@
 """Everything that a scan records of one head on one text.
 
+A call may attend in several items of a batch for one text: windows of an image, channels of a series, frames of a film.
+Every item is measured, and a record has the mean over them (`over_items`).
+
 One pass over the rows gives sums, weights at offsets and at the first tokens, distances, all that positional patterns
 ask for, and leaves the matrices where it pays to form them; products with them give the spectra. Heads go in groups
 that are small together, one by one where they are not formed.
@@ -12,6 +15,8 @@ distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Any
@@ -159,7 +164,7 @@ def rows_of(
 def together(call: Call) -> list[tuple[int, int]]:
     """Which heads are measured together: groups as even as can be, single heads where they are not formed."""
     pairs = call.q.shape[-2] * call.k.shape[-2]
-    most = max(1, TOGETHER // max(pairs, 1)) if pairs <= FORMED else 1
+    most = max(1, TOGETHER // max(len(call.q) * pairs, 1)) if pairs <= FORMED else 1
     step = ceil(call.heads / ceil(call.heads / most))
     return [(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
 
@@ -178,12 +183,43 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
         **_of_places(sums, asked, None if call.kind == "cross" else m),
         "label_score": pattern.score,
     }
-    lists = {name: x[0].tolist() for name, x in columns.items()}
-    rows = [{"head": first + at} | {name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
+    lists, labels, spreads = {name: x.tolist() for name, x in columns.items()}, pattern.labels, logit_spreads(call)
+
+    def row(item: int, head: int) -> dict[str, Any]:
+        found = {name: _plain(x[item][head]) for name, x in lists.items()}
+        return {**found, "label": labels[item][head], **_of_random(call, spreads[item][head], baselines)}
+
+    items = range(len(call.q))
     return [
-        {**row, "label": label, **_of_random(call, spread, baselines)}
-        for row, label, spread in zip(rows, pattern.labels[0], logit_spreads(call), strict=True)
+        {"head": first + head, **over_items([row(item, head) for item in items]), "items": len(items)}
+        for head in range(call.heads)
     ]
+
+
+def over_items(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The measures of one head from those of its items: means over the items that have a number, lists entry by entry.
+
+    The bounds of a rank become their means, between which the mean rank lies; as many singular values are certified as
+    in the worst item; the label is the most frequent one, the first by name where several are.
+
+    >>> over_items([{"rank90": 2.0, "decay": None, "label": "sink"}, {"rank90": 5.0, "decay": 1.5, "label": "band"}])
+    {'rank90': 3.5, 'decay': 1.5, 'label': 'band'}
+    """
+    if len(rows) == 1:
+        return rows[0]
+    return {name: _joined(name, [row[name] for row in rows if row.get(name) is not None]) for name in rows[0]}
+
+
+def _joined(name: str, values: list[Any]) -> Any:
+    if not values:
+        return None
+    if name == "label":
+        return min(Counter(values).items(), key=lambda found: (-found[1], found[0]))[0]
+    if name == "sigma_certified":
+        return min(values)
+    if isinstance(values[0], list):
+        return [sum(entries) / len(entries) for entries in zip(*values, strict=True)]
+    return sum(values) / len(values)
 
 
 def _column_sums(op: AttentionOperator, matrix: Matrix) -> Tensor:
@@ -274,13 +310,15 @@ def _plain(value: Any) -> Any:
 
 
 def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
-    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products.
+    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products, and
+    over items.
 
     Rows of blocks from the top, the largest mean at 255.
     """
     n, m = weights.shape[-2:]
     down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
-    means = (down.mT @ (weights @ across)).reshape(-1, down.shape[1], across.shape[1]).double().cpu()
+    heads = weights.shape[-3] if len(weights.shape) > 2 else 1
+    means = (down.mT @ (weights @ across)).reshape(-1, heads, down.shape[1], across.shape[1]).double().mean(0).cpu()
     return [_picture(head, "none" if max(n, m) <= cells else "mean", max(n, m)) for head in means]
 
 

@@ -221,6 +221,7 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
                 "heads": call.heads,
                 "kv_heads": call.k.shape[1],
                 "width": call.q.shape[-1],
+                "items": len(call.q),
             }
         )
 
@@ -241,7 +242,7 @@ def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
         **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
         **{"energy": found.energy, "sigma1": found.values[..., 0]},
     }
-    lists = {name: x[0].tolist() for name, x in columns.items()}
+    lists = {name: x.double().mean(0).tolist() for name, x in columns.items()}  # over the items of a batch
     return [{"head": head, **{name: x[i] for name, x in lists.items()}} for i, head in enumerate(range(*part))]
 
 
