@@ -36,6 +36,11 @@ def rank(a: torch.Tensor, tau: float) -> int:
     return int((sums < tau * sums[-1]).sum()) + 1
 
 
+def _share(entropy: torch.Tensor, outcomes: torch.Tensor) -> float:
+    several = outcomes > 1
+    return float((entropy[several] / outcomes[several].log()).mean())
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2", "t5", "gpt_oss"])
 def test_every_number_is_that_of_the_matrix(name):
     calls, _ = calls_of(name)
@@ -44,8 +49,8 @@ def test_every_number_is_that_of_the_matrix(name):
             a = dense_of(call, row["head"])
             n, m = a.shape
             sigma = torch.linalg.svdvals(a)
-            p = a / a.sum(-1, keepdim=True)
-            entropy = torch.special.entr(p).sum(-1)
+            sink = (1 - a.sum(-1, keepdim=True)).clamp(min=0) if call.sink is not None else a[:, :0]
+            entropy = torch.special.entr(torch.cat([a, sink], -1)).sum(-1)  # the sink is one more outcome
             visible = h.segments.visible(call.pattern, n, m, None)
             expected = {
                 "rank90": rank(a, 0.9),
@@ -55,6 +60,7 @@ def test_every_number_is_that_of_the_matrix(name):
                 "energy10": float(sigma[: -(-min(n, m) // 10)].square().sum() / sigma.square().sum()),
                 "stable_rank": float(a.square().sum() / sigma[0] ** 2),
                 "entropy": float(entropy.mean()),
+                "entropy_share": _share(entropy, visible.sum(-1) + sink.shape[-1]),
                 "largest": float(a.amax(-1).mean()),
                 "concentration": float(a.sum() / (visible.sum() * a.square().sum()).sqrt()),
                 "sink": float(a[1:, 0].mean()) if n == m else None,

@@ -179,7 +179,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
     found = how.spectrum(passed.matrix, k, passed.energy)
     columns = {
         **_of_spectrum(found),
-        **_of_rows(sums),
+        **_of_rows(sums, sink=call.sink is not None),
         **_of_places(sums, asked, None if call.kind == "cross" else m),
         "label_score": pattern.score,
     }
@@ -246,10 +246,11 @@ def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
     }
 
 
-def _of_rows(sums: RowSums) -> dict[str, Tensor]:
-    seeing = sums.mass > 0
-    several = seeing & (sums.count > 1)
-    share = sums.entropy / sums.count.clamp(min=2).double().log()
+def _of_rows(sums: RowSums, sink: bool) -> dict[str, Tensor]:
+    """Means over rows; a sink is one more outcome of each."""
+    seeing, outcomes = sums.mass > 0, sums.count + int(sink)
+    several = seeing & (outcomes > 1)
+    share = sums.entropy / outcomes.clamp(min=2).double().log()
     pairs = sums.count.double().sum(-1) * sums.square.double().sum(-1)
     return {
         "entropy": over_rows(sums.entropy, seeing),
