@@ -18,13 +18,14 @@ import zoo
 import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
+from heedful.hf.calls import difference
 from heedful.records import UNTIMED, AnotherScan, Run
 from heedful.scan import Scan, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Unit
-from heedful.scan.work import Worker, difference
+from heedful.scan.work import Worker
 
 
 def timeless(found: Scan) -> pl.DataFrame:

@@ -126,7 +126,9 @@ def logit_spreads(call: Call) -> list[list[float]]:
 
 
 def _spreads(call: Call) -> list[float]:
-    """The same for the one item of a call."""
+    """The same for the one item of a call; NaN for differences of two softmaxes, which have no logits."""
+    if call.minus is not None:
+        return [float("nan")] * call.heads
     n, m = call.q.shape[-2], call.k.shape[-2]
     size = n, m, call.q.device, SAMPLED, ROWS
     samples = _samples(call.pattern, call.segments, *size) if call.segments is not None else _usual(call.pattern, *size)

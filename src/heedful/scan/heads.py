@@ -115,7 +115,7 @@ class Pass:
 
 def slabs_of(call: Call, room: Room) -> Trimmed | None:
     """Room for the matrices of one text's heads where the pattern alone hides keys; None where they go there whole."""
-    if len(call.q) > 1 or call.segments is not None or call.bias is not None:
+    if len(call.q) > 1 or call.segments is not None or call.bias is not None or call.minus is not None:
         return None
     return room.slabs(call.operator().float(), call.pattern)
 
@@ -180,7 +180,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
     columns = {
         **_of_spectrum(found),
         **_of_rows(sums, sink=call.sink is not None),
-        **_of_places(sums, asked, None if call.kind == "cross" else m),
+        **_of_places(sums, asked, None if call.kind == "cross" else m, signed=call.minus is not None),
         "label_score": pattern.score,
     }
     lists, labels, spreads = {name: x.tolist() for name, x in columns.items()}, pattern.labels, logit_spreads(call)
@@ -260,8 +260,11 @@ def _of_rows(sums: RowSums, sink: bool) -> dict[str, Tensor]:
     }
 
 
-def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
-    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing."""
+def _of_places(sums: RowSums, asked: Asked, m: int | None, signed: bool) -> dict[str, Tensor]:
+    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing.
+
+    signed   weights may be negative; then there is no mean distance, since the sums of the bands hold signs
+    """
     at = asked.split(sums.at.abs())
     offsets, first = at["offset"], at["first"]
     places, seeing = asked.places, sums.mass > 0
@@ -274,16 +277,20 @@ def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
     for offset in OFFSETS:
         there = asked.targets["offset"][..., offset + REACH] >= 0
         found[f"offset_{offset}"] = over_rows(offsets[..., offset + REACH], seeing & there)
+    share = {"position_share": _position_share(sums, asked, seeing)}
+    if signed:
+        return found | share
     i = places.position.double()
     mass, dot = sums.band_mass.double(), sums.band_dot[..., -1].double() * m
     away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])  # at distances of 2 and more
     away += offsets[..., REACH - 1] + offsets[..., REACH + 1]
     found["distance"] = over_rows(away / sums.mass.clamp(min=torch.finfo(torch.float32).tiny), seeing)
-    return found | {"position_share": _position_share(sums, asked, offsets, first, seeing)}
+    return found | share
 
 
-def _position_share(sums: RowSums, asked: Asked, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
-    keys = asked.targets["offset"]
+def _position_share(sums: RowSums, asked: Asked, seeing: Tensor) -> Tensor:
+    keys, at = asked.targets["offset"], asked.split(sums.at)
+    offsets, first = at["offset"], at["first"]
     apart = (keys >= 0) & (keys != asked.targets["first"][..., :1]) & seeing[..., None]
     along = torch.where(apart, offsets, 0).sum(-2, dtype=torch.float64).square() / apart.sum(-2).clamp(min=1)
     down = torch.where(seeing, first[..., 0], 0).sum(-1, dtype=torch.float64).square() / seeing.sum(-1).clamp(min=1)
