@@ -109,3 +109,23 @@ def test_two_models_differ_by_the_mean_over_items(tmp_path):
         energy = (one.operator().to_dense() - two.operator().to_dense()).square().sum((-2, -1)).mean(0)
         for head, value in enumerate(energy.tolist()):
             assert delta[one.at, head]["energy"] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize("hides", [-100.0, float("-inf"), torch.finfo(torch.float32).min])
+def test_keys_that_a_bias_hides_are_not_visible(hides):
+    """Shifted windows of Swin are masked by −100: the spread of logits and shares of visible keys leave them out."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 10, 8).unbind()
+    bias = torch.randn(1, 2, 10, 10)
+    group = torch.arange(10) < 4
+    bias = torch.where(group[:, None] == group, bias, bias + hides if hides == -100 else torch.tensor(hides))
+    call = Call("layer", 0, "self", q, k, k, 0.5, h.Full(), bias=bias)
+    for head, row in enumerate(rows_of(call, None, Measuring(), Baselines())):
+        a = call.to(torch.float64).operator().to_dense()[0, head]
+        seen = group[:, None] == group
+        z = (q[0, head] @ k[0, head].mT * 0.5 + bias[0, head]).double()
+        spread = torch.stack([z[i][seen[i]].var(correction=0) for i in range(10)]).mean().sqrt()
+        share = torch.special.entr(a).sum(-1) / seen.sum(-1).double().log()
+        assert row["logit_std"] == pytest.approx(float(spread), rel=1e-4)
+        assert row["entropy_share"] == pytest.approx(float(share.mean()), rel=1e-4)
+        assert row["concentration"] == pytest.approx(float(a.sum() / (seen.sum() * a.square().sum()).sqrt()), rel=1e-4)

@@ -19,6 +19,8 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Bool, Float, Tensor
 
+HIDES = 50.0  # what a bias takes from a score so that the weight, e^−50 of another, is below all rounding
+
 Kind = Literal["self", "causal", "cross"]
 
 
@@ -73,6 +75,14 @@ class Call:
         n, m = self.q.shape[-2], self.k.shape[-2]
         ids = resolve(self.segments, n, m, self.q.device).query_ids
         return (ids >= 0).reshape(-1, n).expand(self.q.shape[0], -1)
+
+    @property
+    def hidden(self) -> Bool[Tensor, "#b #h #n #m"] | None:
+        """Keys that the bias hides: by −∞, or by so much less than the row's largest bias that no weight is left.
+
+        Models mask by −∞, by the least number there is, or by −100 as Swin does. None where there is no bias.
+        """
+        return None if self.bias is None else self.bias <= self.bias.amax(-1, keepdim=True) - HIDES
 
     @property
     def mechanism(self) -> Softmax:

@@ -181,7 +181,8 @@ def _logits(call: Call, sample: _Sample) -> tuple[Float[Tensor, "h r c"], Float[
     if call.bias is None:
         return z, shown, count
     z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
-    seen = (shown > 0) & z.isfinite() & (z > -1e9)  # a bias hides keys by −∞, or by numbers as low
+    assert call.hidden is not None
+    seen = (shown > 0) & z.isfinite() & ~call.hidden[0].expand(-1, n, m)[:, rows, keys]
     return torch.where(seen, z, 0), seen.float(), seen.sum(-1)
 
 

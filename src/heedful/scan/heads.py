@@ -43,7 +43,7 @@ from heedful.measures.search import FORMED, block_of
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, logit_spreads
-from heedful.segments import Layout
+from heedful.segments import Layout, visible
 from heedful.shapes import Tensor
 from heedful.trimmed import Trimmed
 
@@ -179,7 +179,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
     found = how.spectrum(passed.matrix, k, passed.energy)
     columns = {
         **_of_spectrum(found),
-        **_of_rows(sums, sink=call.sink is not None),
+        **_of_rows(sums, _visible(call, sums), sink=call.sink is not None),
         **_of_places(sums, asked, None if call.kind == "cross" else m, signed=call.minus is not None),
         "label_score": pattern.score,
     }
@@ -246,12 +246,21 @@ def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
     }
 
 
-def _of_rows(sums: RowSums, sink: bool) -> dict[str, Tensor]:
-    """Means over rows; a sink is one more outcome of each."""
-    seeing, outcomes = sums.mass > 0, sums.count + int(sink)
+def _visible(call: Call, sums: RowSums) -> Tensor:
+    """How many keys each query sees, of those that pattern and segments show and no bias hides."""
+    hidden = call.hidden
+    if hidden is None:
+        return sums.count
+    shown = visible(call.pattern, call.q.shape[-2], call.k.shape[-2], call.segments, call.q.device)
+    return (shown & ~hidden).sum(-1).expand(sums.count.shape)
+
+
+def _of_rows(sums: RowSums, count: Tensor, sink: bool) -> dict[str, Tensor]:
+    """Means over rows that see so many keys; a sink is one more outcome of each."""
+    seeing, outcomes = sums.mass > 0, count + int(sink)
     several = seeing & (outcomes > 1)
     share = sums.entropy / outcomes.clamp(min=2).double().log()
-    pairs = sums.count.double().sum(-1) * sums.square.double().sum(-1)
+    pairs = count.double().sum(-1) * sums.square.double().sum(-1)
     return {
         "entropy": over_rows(sums.entropy, seeing),
         "entropy_share": over_rows(share, several),
