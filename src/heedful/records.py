@@ -30,7 +30,7 @@ OFFSETS = (-2, -1, 0, 1, 2)
 DRAFT = ".draft-"
 
 KEY = {"text": pl.String, "length": pl.Int64, "layer": pl.Int64, "head": pl.Int64}
-NAMES = {"name": pl.String, "kind": pl.String, "turn": pl.Int64}
+NAMES = {"name": pl.String, "kind": pl.String, "turn": pl.Int64, "items": pl.Int64}
 NUMBERS = {
     name: pl.Float64
     for name in (

@@ -154,6 +154,22 @@ OTHERS = [
     ),
 ]  # fmt: skip
 
+ITEMS = [
+    Species(
+        "swin", "SwinModel", "SwinConfig",
+        {"image_size": 32, "patch_size": 2, "num_channels": 1, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4],
+         "window_size": 4, "drop_path_rate": 0.0},
+        ("self",), 3, "relative position bias; an item for each window",
+    ),
+    Species(
+        "patchtst", "PatchTSTModel", "PatchTSTConfig",
+        {"num_input_channels": 3, "context_length": 32, "patch_length": 4, "patch_stride": 4, "d_model": 32,
+         "norm_type": "layernorm", "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
+        ("self",), notes="an item for each channel of a series",
+    ),
+]  # fmt: skip
+"""Several items of a batch for one input."""
+
 REFUSED = [
     Species("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}),
     Species(
@@ -197,6 +213,10 @@ def texts(species: Species, padding: str = "", batch: int = 2, n: int = 24, seed
     torch.manual_seed(seed)
     if species.name == "vit":
         return {"pixel_values": torch.randn(batch, 1, 8, 8)}
+    if species.name == "swin":
+        return {"pixel_values": torch.randn(batch, 1, 32, 32)}
+    if species.name == "patchtst":
+        return {"past_values": torch.randn(batch, 32, 3)}
     if species.name == "whisper":
         return {"input_features": torch.randn(batch, 4, 24), **_padded(batch, 9, padding, "decoder_")}
     inputs = _padded(batch, n, padding, "")

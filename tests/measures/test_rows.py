@@ -38,7 +38,7 @@ def inputs(n=N, m=N, batch=(2, HEADS), seed=0):
     return torch.randn(*batch, n, D, dtype=torch.float64), torch.randn(*batch, m, D, dtype=torch.float64)
 
 
-def definition(A, sees, segments, first=4, last=1, window=(2, 3)):
+def definition(A, sees, segments, first=4, last=1, window=(2, 3), sink=False):
     """Every statistic from the whole matrix, entry by entry."""
     n, m = A.shape[-2:]
     ids, key_ids, i, j = (x.expand(*A.shape[:-2], -1) for x in resolve(segments, n, m))
@@ -47,6 +47,8 @@ def definition(A, sees, segments, first=4, last=1, window=(2, 3)):
     size = torch.where(same, A.abs(), 0)
     mass = A.abs().sum(-1)
     p = A.abs() / mass.clamp(min=1e-300)[..., None]
+    if sink:  # weights as they are, and what the sink takes as one more outcome
+        p = torch.cat([A, (1 - mass).clamp(min=0)[..., None]], -1) * (mass > 0)[..., None]
     return {
         "total": A.sum(-1),
         "mass": mass,
@@ -68,7 +70,8 @@ def assert_agrees(mechanism, q, k, segments, atol=1e-12):
     if isinstance(mechanism, h.Mixture):  # each head by its own pattern
         heads = [visible(part.pattern, *A.shape[-2:], segments) for part in mechanism.parts]
         sees = torch.cat([head.expand(len(A), 1, -1, -1) for head in heads], 1)
-    for name, wanted in definition(A, sees, segments).items():
+    sink = isinstance(mechanism, h.Softmax) and mechanism.sink is not None
+    for name, wanted in definition(A, sees, segments, sink=sink).items():
         torch.testing.assert_close(
             getattr(rows, name), wanted, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -129,6 +132,29 @@ def test_a_sink_logit_takes_mass_and_is_part_of_the_log_sum_exp(sink):
     logits = (q @ k.mT * D**-0.5 / 0.5).masked_fill(~visible(h.Causal(), N, N, None), -torch.inf)
     wanted = torch.logaddexp(logits.logsumexp(-1), sink[:, None] / 0.5)
     torch.testing.assert_close(rows.log_sum_exp, wanted, rtol=1e-13, atol=1e-12)
+
+
+def test_the_sink_of_a_softmax_is_one_more_outcome_of_a_row():
+    """Logits of 0 on i keys and a sink of log c: weights 1 / (i + c), and c / (i + c) goes nowhere."""
+    c, i = 3.0, torch.arange(1, 7, dtype=torch.float64)
+    x = torch.zeros(6, 4, dtype=torch.float64)
+    op = h.Softmax(h.Causal(), sink=torch.tensor(c, dtype=torch.float64).log()).operator(x, x)
+    rows = h.row_statistics(op, first=1)
+    torch.testing.assert_close(rows.total, i / (i + c))
+    torch.testing.assert_close(rows.largest, 1 / (i + c))
+    wanted = (i + c).log() - c / (i + c) * torch.tensor(c).double().log()
+    torch.testing.assert_close(rows.entropy, wanted, rtol=1e-14, atol=0)
+    torch.testing.assert_close(h.entropy(op), wanted, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rows.perplexity, wanted.exp())
+    torch.testing.assert_close(h.sink_mass(op, 1), (1 / (i + c))[1:].mean())
+
+
+def test_a_sink_that_takes_next_to_nothing_or_next_to_all():
+    x = torch.zeros(4, 4, dtype=torch.float64)
+    for sink, shown in ((-50.0, h.Softmax(h.Causal()).operator(x, x)), (50.0, None)):
+        found = h.entropy(h.Softmax(h.Causal(), sink=torch.tensor(sink).double()).operator(x, x))
+        wanted = h.entropy(shown) if shown is not None else torch.zeros(4, dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
 
 
 def test_bias_and_softcap_reach_the_statistics():

@@ -36,6 +36,11 @@ def rank(a: torch.Tensor, tau: float) -> int:
     return int((sums < tau * sums[-1]).sum()) + 1
 
 
+def _share(entropy: torch.Tensor, outcomes: torch.Tensor) -> float:
+    several = outcomes > 1
+    return float((entropy[several] / outcomes[several].log()).mean())
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2", "t5", "gpt_oss"])
 def test_every_number_is_that_of_the_matrix(name):
     calls, _ = calls_of(name)
@@ -44,8 +49,8 @@ def test_every_number_is_that_of_the_matrix(name):
             a = dense_of(call, row["head"])
             n, m = a.shape
             sigma = torch.linalg.svdvals(a)
-            p = a / a.sum(-1, keepdim=True)
-            entropy = torch.special.entr(p).sum(-1)
+            sink = (1 - a.sum(-1, keepdim=True)).clamp(min=0) if call.sink is not None else a[:, :0]
+            entropy = torch.special.entr(torch.cat([a, sink], -1)).sum(-1)  # the sink is one more outcome
             visible = h.segments.visible(call.pattern, n, m, None)
             expected = {
                 "rank90": rank(a, 0.9),
@@ -55,6 +60,7 @@ def test_every_number_is_that_of_the_matrix(name):
                 "energy10": float(sigma[: -(-min(n, m) // 10)].square().sum() / sigma.square().sum()),
                 "stable_rank": float(a.square().sum() / sigma[0] ** 2),
                 "entropy": float(entropy.mean()),
+                "entropy_share": _share(entropy, visible.sum(-1) + sink.shape[-1]),
                 "largest": float(a.amax(-1).mean()),
                 "concentration": float(a.sum() / (visible.sum() * a.square().sum()).sqrt()),
                 "sink": float(a[1:, 0].mean()) if n == m else None,
@@ -126,7 +132,7 @@ def test_the_spread_of_the_logits_is_the_mean_variance_within_rows():
     z = call.softcap * torch.tanh(z / call.softcap)
     seen = h.segments.visible(call.pattern, *z.shape, None)
     variances = [z[i][seen[i]].var(correction=0) for i in range(len(z)) if int(seen[i].sum()) > 1]
-    assert logit_spreads(call) == pytest.approx([float(torch.stack(variances).mean()) ** 0.5], rel=1e-5)
+    assert logit_spreads(call)[0] == pytest.approx([float(torch.stack(variances).mean()) ** 0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
@@ -150,7 +156,7 @@ def test_each_head_has_the_spread_of_its_own_logits(name, monkeypatch):
         ).double()
         variances = [z[i][seen[i]].var(correction=0) for i in rows if int(seen[i].sum()) > 1]
         wanted.append(float(torch.stack(variances).mean()) ** 0.5)
-    assert logit_spreads(call) == pytest.approx(wanted, rel=1e-5)
+    assert logit_spreads(call)[0] == pytest.approx(wanted, rel=1e-5)
 
 
 def random_call(n: int, spread: float, seed: int, pattern=None) -> Call:

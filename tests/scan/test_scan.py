@@ -18,13 +18,14 @@ import zoo
 import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
+from heedful.hf.calls import difference
 from heedful.records import UNTIMED, AnotherScan, Run
 from heedful.scan import Scan, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Unit
-from heedful.scan.work import Worker, difference
+from heedful.scan.work import Worker
 
 
 def timeless(found: Scan) -> pl.DataFrame:
@@ -50,7 +51,7 @@ def test_every_head_of_every_text_has_a_row_and_the_table_is_over_texts(model, t
     manifest = json.loads((tmp_path / "run" / "scan.json").read_text())
     assert [layer["name"] for layer in manifest["layers"]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert manifest["layers"][0] | {"name": ""} == {
-        "layer": 0, "name": "", "kind": "causal", "heads": 4, "kv_heads": 2, "width": 8,
+        "layer": 0, "name": "", "kind": "causal", "heads": 4, "kv_heads": 2, "width": 8, "items": 1,
     }  # fmt: skip
     assert len(found.thumbnails()) == 8 and len(manifest["thumbnail_tokens"]) == 16
 

@@ -16,7 +16,7 @@ def llama(seed: int = 0) -> torch.nn.Module:
 
 
 def species(name: str) -> zoo.Species:
-    return next(species for species in [*zoo.CAPTURED, *zoo.OTHERS] if species.name == name)
+    return next(species for species in [*zoo.CAPTURED, *zoo.OTHERS, *zoo.ITEMS] if species.name == name)
 
 
 def ids(count: int, length: int, seed: int = 0) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """One attention call of a model, as heedful sees it.
 
 z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij,   A = softmax(z) over what pattern and segments show
+heads that are differences:  A₁ − λA₂, with A₁ from the first half of the queries' heads, A₂ from the second
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from typing import Literal
 
 import torch
 
+from heedful.kernels.row_statistics.reference import by_blocks
+from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.mechanisms.softmax import Softmax
 from heedful.operator import AttentionOperator
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Bool, Float, Tensor
+
+HIDES = 50.0  # what a bias takes from a score so that the weight, e^−50 of another, is below all rounding
 
 Kind = Literal["self", "causal", "cross"]
 
@@ -34,6 +39,8 @@ class Call:
     bias       added to the scores: relative positions, masks that no pattern describes
     softcap    bound of the scores, as in Gemma 2
     sink       a logit for each head that takes mass and gives nothing, as in gpt-oss
+    minus      λ, where heads are differences A₁ − λA₂, as in DiffLlama: half as many as there are heads of queries
+    again      whether the module called before with the same queries and keys, so that these heads were shown already
     """
 
     name: str
@@ -49,10 +56,18 @@ class Call:
     softcap: float | None = None
     sink: Float[Tensor, " h"] | None = None
     at: int = 0
+    minus: float | None = None
+    again: bool = False
 
     @property
     def heads(self) -> int:
-        return self.q.shape[1]
+        """How many matrices the call has for each item of its batch."""
+        return self.q.shape[1] if self.minus is None else self.q.shape[1] // 2
+
+    @property
+    def softmaxes(self) -> Call:
+        """The call with a head for each softmax: itself, unless heads are differences of two."""
+        return self if self.minus is None else replace(self, minus=None)
 
     @property
     def real(self) -> Bool[Tensor, "b n"]:
@@ -62,27 +77,56 @@ class Call:
         return (ids >= 0).reshape(-1, n).expand(self.q.shape[0], -1)
 
     @property
+    def hidden(self) -> Bool[Tensor, "#b #h #n #m"] | None:
+        """Keys that the bias hides: by −∞, or by so much less than the row's largest bias that no weight is left.
+
+        Models mask by −∞, by the least number there is, or by −100 as Swin does. None where there is no bias.
+        """
+        return None if self.bias is None else self.bias <= self.bias.amax(-1, keepdim=True) - HIDES
+
+    @property
     def mechanism(self) -> Softmax:
-        """The mechanism that this call ran."""
+        """The mechanism that this call ran, on all heads of the queries."""
         return Softmax(self.pattern, self.scale, bias=self.bias, softcap=self.softcap, sink=self.sink)
 
     def operator(self) -> AttentionOperator:
         """The weights of all heads, (b, h, n, m), never formed."""
+        if self.minus is not None:
+            whole, half = self.softmaxes, self.heads
+            return difference(
+                whole.part(0, half).operator(), whole.part(half, 2 * half).operator(), self.minus, self.pattern
+            )
         return self.mechanism.operator(self.q, self.per_head(self.k), segments=self.segments)
 
     def forward(self) -> Float[Tensor, "b h n e"]:
-        """The outputs of all heads, before they are joined."""
+        """The outputs of all heads of the queries, before they are joined."""
         return self.mechanism(self.q, self.per_head(self.k), self.per_head(self.v), segments=self.segments)
 
     def per_head(self, x: Float[Tensor, "b g m w"]) -> Float[Tensor, "b h m w"]:
-        """Keys or values for each query head: head h uses group h // (heads / groups)."""
-        return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
+        """Keys or values for each head of the queries: head h uses group h // (heads / groups)."""
+        heads = self.q.shape[1]
+        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+    def item(self, at: int) -> Call:
+        """The same call with one item of its batch: one text, or one window, channel or frame of a text."""
+
+        def one(x: Tensor) -> Tensor:
+            return x if x.ndim < 3 or x.shape[0] == 1 else x[at : at + 1]
+
+        segments = self.segments
+        if segments is not None:
+            segments = (one(segments[0]), one(segments[1])) if isinstance(segments, tuple) else one(segments)
+        bias = None if self.bias is None else one(self.bias)
+        some = slice(at, at + 1)
+        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some], segments=segments, bias=bias)
 
     def part(self, start: int, stop: int) -> Call:
         """The same call with some of its heads, each with keys and values of its own; itself where these are all."""
         if (start, stop) == (0, self.heads):
             return self
-        some = slice(start, stop)
+        some: slice | list[int] = slice(start, stop)
+        if self.minus is not None:  # both halves of each difference
+            some = [*range(start, stop), *range(self.heads + start, self.heads + stop)]
         bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, some]
         sink = None if self.sink is None else self.sink[some]
         k, v = self.per_head(self.k)[:, some], self.per_head(self.v)[:, some]
@@ -92,3 +136,40 @@ class Call:
         """The same call in another precision."""
         bias, sink = (None if x is None else x.to(dtype) for x in (self.bias, self.sink))
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype), bias=bias, sink=sink)
+
+
+def difference(
+    a: AttentionOperator, b: AttentionOperator, factor: float = 1.0, pattern: Pattern | None = None
+) -> AttentionOperator:
+    """A − factor · B as a linear map; neither is formed unless the measures choose to.
+
+    pattern   outside of which both are zero, where that is known
+
+    >>> import heedful as h
+    >>> q, k = torch.randn(2, 8, 4).unbind()
+    >>> A, B = h.Softmax().operator(q, k), h.Softmax(h.Full()).operator(q, k)
+    >>> D, x = difference(A, B, 0.5), torch.randn(8, 3)
+    >>> torch.allclose(D @ x, A @ x - 0.5 * (B @ x)), torch.allclose(D.mT @ x, A.mT @ x - 0.5 * (B.mT @ x))
+    (True, True)
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"a {a.shape} and b {b.shape}: expected operators of one shape.")
+
+    def row_sums(request: Request) -> RowSums:
+        def rows(part: slice) -> Tensor:
+            return a.rows(part) - factor * b.rows(part)
+
+        return by_blocks(rows, a.shape, a.layout, pattern, request, a.dtype, a.device)
+
+    return AttentionOperator(
+        a.shape,
+        a.dtype,
+        a.device,
+        lambda x: a @ x - factor * (b @ x),
+        lambda y: a.mT @ y - factor * (b.mT @ y),
+        lambda: a.to_dense() - factor * b.to_dense(),
+        row_sums,
+        layout=a.layout,
+        formed=lambda: a.form() - factor * b.form(),
+        raised=lambda: difference(a.float(), b.float(), factor, pattern),
+    )

@@ -17,7 +17,7 @@ from heedful.shapes import Tensor
 
 def compare_call(call: Call, own: Own, out: Tensor, *others: Tensor) -> None:
     """Weights and outputs of one call against the module's own eager function; `others` are outputs found elsewhere."""
-    where = f"{call.name} ({type(own.module).__name__})"
+    where, call = f"{call.name} ({type(own.module).__name__})", call.softmaxes
     exact = call.to(torch.float64)
     expected, weights = own.exactly()
     real = call.real[:, None, :, None]
@@ -111,7 +111,7 @@ def attended(call: Call) -> tuple[Tensor, Tensor]:
     columns = torch.ones(m, 2, dtype=call.q.dtype, device=call.q.device)
     columns[: m // 2 + 1, 1] = 0
     if call.q.device.type != "cpu":
-        return call.forward(), call.operator() @ columns
+        return call.forward(), call.softmaxes.operator() @ columns
     values = torch.cat([call.v, columns.expand(*call.v.shape[:-1], 2)], -1)
     out, sums = replace(call, v=values).forward().split([width, 2], -1)
     return out, sums

@@ -19,11 +19,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from heedful.hf import differential
 from heedful.hf.calls import Call
 from heedful.hf.checks import (
     attended,
@@ -94,10 +96,11 @@ class Probe:
         extra = _sparing(self.model, given)
 
         def attend(call: Call, own: Own) -> tuple[Tensor, None]:
-            given = None if attending is None else attending.attend(call)
+            given = None if attending is None or call.minus is not None else attending.attend(call)
             out, products = attended(call) if given is None else given
             check_call(call, out, products)
-            visit(call)
+            if not call.again:
+                visit(call)
             return out.transpose(1, 2).contiguous(), None
 
         with prepared(self.model), tapped(self.model, attend, given) as tap, suppress(Enough):
@@ -128,18 +131,31 @@ class Probe:
 
         def attend(call: Call, own: Own) -> tuple[Tensor, Tensor | None]:
             out, weights = own()
-            given = None if attending is None else attending.attend(call)
+            given = None if attending is None or call.minus is not None else attending.attend(call)
             compare_call(call, own, out, *([] if given is None else given[:1]))
-            if visit is not None:
+            if call.minus is not None:
+                halves.setdefault(call.name, []).append(call)
+            if visit is not None and not call.again:
                 visit(call)
             return out, weights
+
+        halves: dict[str, list[Call]] = {}
+        joined = [
+            differential.receiver(module).register_forward_pre_hook(partial(_joined, halves, name))
+            for name, module in self.model.named_modules()
+            if differential.subtracted(module) is not None
+        ]
 
         with prepared(self.model):
             with implementation(self.model, "eager"):
                 expected = floating_tensors(self._untouched(given, extra))
             check_finite_model(expected, self.model)
-            with tapped(self.model, attend, given) as tap:
-                found = floating_tensors(self._run(given, extra))
+            try:
+                with tapped(self.model, attend, given) as tap:
+                    found = floating_tensors(self._run(given, extra))
+            finally:
+                for hook in joined:
+                    hook.remove()
         tap.check_counts()
         compare_outputs(found, expected, type(self.model).__name__)
         self._checked.add((_form(dict(inputs)), type(attending)))
@@ -168,6 +184,13 @@ class Probe:
 def probe(model: nn.Module, inputs: Mapping[str, Any], visit: Visit, *, check_tokens: int = 256) -> None:
     """Run a model once and call `visit` with each of its attention calls; for many inputs make a `Probe`."""
     Probe(model, check_tokens=check_tokens)(inputs, visit)
+
+
+def _joined(halves: dict[str, list[Call]], name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """What a module of differential heads has joined from the outputs of its calls, which are forgotten."""
+    calls = halves.pop(name, None)
+    if calls:
+        differential.compare(calls, args[0])
 
 
 def _check_inputs(inputs: dict[str, Any]) -> None:

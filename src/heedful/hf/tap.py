@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
 from heedful.hf.calls import Call, Kind
+from heedful.hf.differential import subtracted
 from heedful.hf.masks import DeferredMask, MaskNotUnderstood, deferred_mask, rule_of
 from heedful.hf.modules import CheckFailed, Refused, attention_modules
 from heedful.shapes import Tensor
@@ -81,6 +82,9 @@ class Tap:
         self.called: Counter[str] = Counter()
         self.silent: set[str] = set()
         self.crosses: dict[str, bool] = {}
+        self.turns: Counter[str] = Counter()
+        self.shown = 0
+        self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         name = self.names[id(module)]
@@ -88,9 +92,11 @@ class Tap:
         given = {**given, **given.get("kwargs", {})}
         self.crosses[name] = any(given.get(key) is not None for key in KEYS_FROM_ELSEWHERE)
         self.entered[name] += 1
+        self.pairs[name] = []
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> None:
         name = self.names[id(module)]
+        self.pairs.pop(name, None)
         if self.called[name] < self.entered[name]:
             self.silent.add(name)
 
@@ -103,13 +109,19 @@ class Tap:
             rule = rule_of(mask, n, m, crosses=crosses, queries=queries, keys=keys)
         except MaskNotUnderstood as reason:
             raise Refused(f"{name} ({type(module).__name__}): {reason}") from reason
+        minus, again = subtracted(module), self._again(name, q, k)
+        if again and minus is None:
+            raise Refused(
+                f"{name} ({type(module).__name__}) attends twice with the same queries and keys and joins the two by "
+                "itself: its heads would be counted twice, and what it makes of them is not known."
+            )
         kind: Kind = "causal" if rule.pattern.is_causal else "cross" if crosses else "self"
         bias, position, sink = rule.bias, options.get("position_bias"), options.get("s_aux")
         if position is not None and bool(position.any()):
             bias = position if bias is None else position + bias.to(position.dtype)
         call = Call(
             name=name,
-            turn=self.called[name],
+            turn=self.turns[name] - again,
             kind=kind,
             q=q,
             k=k,
@@ -120,10 +132,23 @@ class Tap:
             bias=None if bias is None else bias.to(q.device, q.dtype),
             softcap=options.get("softcap"),
             sink=None if sink is None else sink.detach(),
-            at=sum(self.called.values()),
+            at=self.shown - again,
+            minus=minus,
+            again=again,
         )
         self.called[name] += 1
+        self.turns[name] += not again
+        self.shown += not again
         return self.attend(call, Own(module, (q, k, v), mask, options))
+
+    def _again(self, name: str, q: Tensor, k: Tensor) -> bool:
+        """Whether this module, since it was entered, has called with these queries and keys before."""
+        known = self.pairs.get(name)
+        if known is None:
+            return False
+        found = any(_same(q, x) and _same(k, y) for x, y in known)
+        known.append((q, k))
+        return found
 
     def _padding(self, batch: int, n: int, m: int, crosses: bool) -> tuple[Tensor | None, Tensor | None]:
         """Which queries and keys are real, where the inputs have a mask of the right size."""
@@ -155,6 +180,11 @@ def _scale(scaling: object, q: Tensor, name: str) -> float:
             raise Refused(f"{name}: scaling of shape {tuple(scaling.shape)}, expected one number for all heads.")
         return float(scaling)
     return float(scaling)  # type: ignore[arg-type]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one memory."""
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _on(segments, device: torch.device):

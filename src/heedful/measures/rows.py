@@ -2,7 +2,8 @@
 
 log-sum-exp     log Σ_j exp(s_ij), for softmax attention
 total, mass     Σ_j a_ij and Σ_j |a_ij|; square Σ_j a_ij², whose sum is ‖A‖²_F
-entropy         −Σ_j p_ij log p_ij with p_ij = |a_ij| / Σ_l |a_il|, so that signed and unnormalised rows have one too
+entropy         −Σ_j p_ij log p_ij with p_ij = |a_ij| / Σ_l |a_il|, so that signed and unnormalised rows have one too;
+                where a softmax has a sink, p = a, and what the sink takes, 1 − Σ_l a_il, is one more outcome
 masses          Σ |a_ij| at chosen offsets j − i, on the first tokens, on the last, inside a window
 
 Softmax rows, over any pattern and under segments, come from tiles that the pattern allows, and so do those of any row
@@ -173,10 +174,14 @@ def over_rows(x: Float[Tensor, "*b n"], seeing: Bool[Tensor, "*b n"]) -> Float[T
 def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:
     """−Σ p log p of every row, p = |a| / Σ|a|, in nats; 0 for a query that sees nothing.
 
+    The sink of a softmax is one more outcome: weights stay as they are, and 1 − Σa is the sink's.
+
     >>> import torch, heedful as h
     >>> x = torch.zeros(3, 8)
     >>> h.entropy(h.Softmax(h.Causal()).operator(x, x)).exp().round()
     tensor([1., 2., 3.])
+    >>> h.entropy(h.Softmax(h.Causal(), sink=torch.tensor(0.0)).operator(x, x)).exp().round()
+    tensor([2., 3., 4.])
     """
     check_operator(op)
     return checked_sums(op, Request()).entropy
@@ -185,6 +190,7 @@ def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:
 def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
     """The share of each head's mass Σ|a| that lies on the first tokens (Xiao et al. 2023, arXiv:2309.17453).
 
+    Rows of a softmax have a mass of 1, of which a sink logit may take a part: that part lies on no token.
     It is the mean over the queries that stand behind the sinks, each of which counts once; 0 where there is none.
 
     >>> import torch, heedful as h
@@ -197,7 +203,8 @@ def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
     places = Places(op.layout)
     sums = checked_sums(op, Request(places.first(sinks)))
     counts = (sums.mass > 0) & (places.position >= sinks)
-    share = sums.at.abs().sum(-1) / torch.where(sums.mass > 0, sums.mass, 1)
+    whole = sums.mass if sums.lse is None else torch.ones_like(sums.mass)
+    share = sums.at.abs().sum(-1) / torch.where(sums.mass > 0, whole, 1)
     return (share * counts).sum(-1) / counts.sum(-1).clamp(min=1)
 
 

@@ -118,7 +118,8 @@ class Along(hf.Attending):
 def of_call(tokens: Int[Tensor, "b t"] | None, call: Call) -> Int[Tensor, "b 1 t"] | None:
     """The tokens of a text, where they are what a call attends to."""
     n, m = call.q.shape[-2], call.k.shape[-2]
-    return tokens[:, None] if tokens is not None and n == m == tokens.shape[-1] else None
+    fits = tokens is not None and len(call.q) == len(tokens) and n == m == tokens.shape[-1]
+    return tokens[:, None] if fits and tokens is not None else None
 
 
 def _beside(passed: Pass) -> Tensor:

@@ -145,11 +145,18 @@ def _between(a: Baseline, b: Baseline, part: float) -> Baseline:
     )
 
 
-def logit_spreads(call: Call) -> list[float]:
-    """The standard deviation of each head's logits within a row, over visible keys; for one text.
+def logit_spreads(call: Call) -> list[list[float]]:
+    """The standard deviation of each head's logits within a row, over visible keys, for each item of the batch.
 
     All queries up to SAMPLED of them, so many at even distances beyond, a few at a time: never n × m logits at once.
     """
+    return [_spreads(call.item(at)) for at in range(len(call.q))]
+
+
+def _spreads(call: Call) -> list[float]:
+    """The same for the one item of a call; NaN for differences of two softmaxes, which have no logits."""
+    if call.minus is not None:
+        return [float("nan")] * call.heads
     n, m = call.q.shape[-2], call.k.shape[-2]
     size = n, m, call.q.device, SAMPLED, ROWS
     samples = _samples(call.pattern, call.segments, *size) if call.segments is not None else _usual(call.pattern, *size)
@@ -202,7 +209,8 @@ def _logits(call: Call, sample: _Sample) -> tuple[Float[Tensor, "h r c"], Float[
     if call.bias is None:
         return z, shown, count
     z = z + call.bias[0].expand(-1, n, m)[:, rows, keys]
-    seen = (shown > 0) & z.isfinite() & (z > -1e9)  # a bias hides keys by −∞, or by numbers as low
+    assert call.hidden is not None
+    seen = (shown > 0) & z.isfinite() & ~call.hidden[0].expand(-1, n, m)[:, rows, keys]
     return torch.where(seen, z, 0), seen.float(), seen.sum(-1)
 
 

@@ -1,5 +1,8 @@
 """Everything that a scan records of one head on one text.
 
+A call may attend in several items of a batch for one text: windows of an image, channels of a series, frames of a film.
+Every item is measured, and a record has the mean over them (`over_items`).
+
 One pass over the rows gives sums, weights at offsets and at the first tokens, distances, all that positional patterns
 ask for, and leaves the matrices where it pays to form them; products with them give the spectra. Heads go in groups
 that are small together, one by one where they are not formed.
@@ -12,6 +15,8 @@ distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Any
@@ -38,7 +43,7 @@ from heedful.measures.search import FORMED, block_of, pays_to_form
 from heedful.operator import AttentionOperator
 from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
-from heedful.segments import Layout
+from heedful.segments import Layout, visible
 from heedful.shapes import Tensor
 from heedful.trimmed import Trimmed
 
@@ -112,7 +117,7 @@ class Pass:
 
 def slabs_of(call: Call, room: Room) -> Trimmed | None:
     """Room for the matrices of one text's heads where the pattern alone hides keys; None where they go there whole."""
-    if len(call.q) > 1 or call.segments is not None or call.bias is not None:
+    if len(call.q) > 1 or call.segments is not None or call.bias is not None or call.minus is not None:
         return None
     return room.slabs(call.operator().float(), call.pattern)
 
@@ -162,10 +167,11 @@ def together(call: Call) -> list[tuple[int, int]]:
     """Which heads are measured together, in even groups; on a CPU, heads that are not formed go one by one."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     if call.q.device.type == "cpu":
-        most = max(1, TOGETHER // max(n * m, 1)) if n * m <= FORMED else 1
+        most = max(1, TOGETHER // max(len(call.q) * n * m, 1)) if n * m <= FORMED else 1
     else:
         formed = pays_to_form(call.part(0, 1).operator().float())
-        most = max(1, TOGETHER_ON_GPU // max(n * m if formed else SKETCH_COLUMNS * (n + m), 1))
+        each = len(call.q) * (n * m if formed else SKETCH_COLUMNS * (n + m))
+        most = max(1, TOGETHER_ON_GPU // max(each, 1))
     step = ceil(call.heads / ceil(call.heads / most))
     return [(at, min(at + step, call.heads)) for at in range(0, call.heads, step)]
 
@@ -180,16 +186,47 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
     found = how.spectrum(passed.matrix, k, passed.energy)
     columns = {
         **_of_spectrum(found),
-        **_of_rows(sums),
-        **_of_places(sums, asked, None if call.kind == "cross" else m),
+        **_of_rows(sums, _visible(call, sums), sink=call.sink is not None),
+        **_of_places(sums, asked, None if call.kind == "cross" else m, signed=call.minus is not None),
         "label_score": pattern.score,
     }
-    lists = {name: x[0].tolist() for name, x in columns.items()}
-    rows = [{"head": first + at} | {name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
+    lists, labels, spreads = {name: x.tolist() for name, x in columns.items()}, pattern.labels, logit_spreads(call)
+
+    def row(item: int, head: int) -> dict[str, Any]:
+        found = {name: _plain(x[item][head]) for name, x in lists.items()}
+        return {**found, "label": labels[item][head], **_of_random(call, spreads[item][head], baselines)}
+
+    items = range(len(call.q))
     return [
-        {**row, "label": label, **_of_random(call, spread, baselines)}
-        for row, label, spread in zip(rows, pattern.labels[0], logit_spreads(call), strict=True)
+        {"head": first + head, **over_items([row(item, head) for item in items]), "items": len(items)}
+        for head in range(call.heads)
     ]
+
+
+def over_items(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The measures of one head from those of its items: means over the items that have a number, lists entry by entry.
+
+    The bounds of a rank become their means, between which the mean rank lies; as many singular values are certified as
+    in the worst item; the label is the most frequent one, the first by name where several are.
+
+    >>> over_items([{"rank90": 2.0, "decay": None, "label": "sink"}, {"rank90": 5.0, "decay": 1.5, "label": "band"}])
+    {'rank90': 3.5, 'decay': 1.5, 'label': 'band'}
+    """
+    if len(rows) == 1:
+        return rows[0]
+    return {name: _joined(name, [row[name] for row in rows if row.get(name) is not None]) for name in rows[0]}
+
+
+def _joined(name: str, values: list[Any]) -> Any:
+    if not values:
+        return None
+    if name == "label":
+        return min(Counter(values).items(), key=lambda found: (-found[1], found[0]))[0]
+    if name == "sigma_certified":
+        return min(values)
+    if isinstance(values[0], list):
+        return [sum(entries) / len(entries) for entries in zip(*values, strict=True)]
+    return sum(values) / len(values)
 
 
 def _column_sums(op: AttentionOperator, matrix: Matrix) -> Tensor:
@@ -216,11 +253,21 @@ def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
     }
 
 
-def _of_rows(sums: RowSums) -> dict[str, Tensor]:
-    seeing = sums.mass > 0
-    several = seeing & (sums.count > 1)
-    share = sums.entropy / sums.count.clamp(min=2).double().log()
-    pairs = sums.count.double().sum(-1) * sums.square.double().sum(-1)
+def _visible(call: Call, sums: RowSums) -> Tensor:
+    """How many keys each query sees, of those that pattern and segments show and no bias hides."""
+    hidden = call.hidden
+    if hidden is None:
+        return sums.count
+    shown = visible(call.pattern, call.q.shape[-2], call.k.shape[-2], call.segments, call.q.device)
+    return (shown & ~hidden).sum(-1).expand(sums.count.shape)
+
+
+def _of_rows(sums: RowSums, count: Tensor, sink: bool) -> dict[str, Tensor]:
+    """Means over rows that see so many keys; a sink is one more outcome of each."""
+    seeing, outcomes = sums.mass > 0, count + int(sink)
+    several = seeing & (outcomes > 1)
+    share = sums.entropy / outcomes.clamp(min=2).double().log()
+    pairs = count.double().sum(-1) * sums.square.double().sum(-1)
     return {
         "entropy": over_rows(sums.entropy, seeing),
         "entropy_share": over_rows(share, several),
@@ -229,8 +276,11 @@ def _of_rows(sums: RowSums) -> dict[str, Tensor]:
     }
 
 
-def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
-    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing."""
+def _of_places(sums: RowSums, asked: Asked, m: int | None, signed: bool) -> dict[str, Tensor]:
+    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing.
+
+    signed   weights may be negative; then there is no mean distance, since the sums of the bands hold signs
+    """
     at = asked.split(sums.at.abs())
     offsets, first = at["offset"], at["first"]
     places, seeing = asked.places, sums.mass > 0
@@ -243,16 +293,20 @@ def _of_places(sums: RowSums, asked: Asked, m: int | None) -> dict[str, Tensor]:
     for offset in OFFSETS:
         there = asked.targets["offset"][..., offset + REACH] >= 0
         found[f"offset_{offset}"] = over_rows(offsets[..., offset + REACH], seeing & there)
+    share = {"position_share": _position_share(sums, asked, seeing)}
+    if signed:
+        return found | share
     i = places.position.double()
     mass, dot = sums.band_mass.double(), sums.band_dot[..., -1].double() * m
     away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])  # at distances of 2 and more
     away += offsets[..., REACH - 1] + offsets[..., REACH + 1]
     found["distance"] = over_rows(away / sums.mass.clamp(min=torch.finfo(torch.float32).tiny), seeing)
-    return found | {"position_share": _position_share(sums, asked, offsets, first, seeing)}
+    return found | share
 
 
-def _position_share(sums: RowSums, asked: Asked, offsets: Tensor, first: Tensor, seeing: Tensor) -> Tensor:
-    keys = asked.targets["offset"]
+def _position_share(sums: RowSums, asked: Asked, seeing: Tensor) -> Tensor:
+    keys, at = asked.targets["offset"], asked.split(sums.at)
+    offsets, first = at["offset"], at["first"]
     apart = (keys >= 0) & (keys != asked.targets["first"][..., :1]) & seeing[..., None]
     along = torch.where(apart, offsets, 0).sum(-2, dtype=torch.float64).square() / apart.sum(-2).clamp(min=1)
     down = torch.where(seeing, first[..., 0], 0).sum(-1, dtype=torch.float64).square() / seeing.sum(-1).clamp(min=1)
@@ -279,13 +333,15 @@ def _plain(value: Any) -> Any:
 
 
 def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
-    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products.
+    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products, and
+    over items.
 
     Rows of blocks from the top, the largest mean at 255.
     """
     n, m = weights.shape[-2:]
     down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
-    means = (down.mT @ (weights @ across)).reshape(-1, down.shape[1], across.shape[1]).double().cpu()
+    heads = weights.shape[-3] if len(weights.shape) > 2 else 1
+    means = (down.mT @ (weights @ across)).reshape(-1, heads, down.shape[1], across.shape[1]).double().mean(0).cpu()
     scales = means.amax((-2, -1))
     shown = (means / scales.clamp(min=1e-300)[:, None, None] * 255).round().clamp(0, 255).to(torch.uint8)
     height, width = shown.shape[1:]

@@ -271,7 +271,7 @@ def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
         rows.sort("label")
         .group_by("layer", "head")
         .agg(
-            pl.col("name", "kind", "turn").first(),
+            pl.col("name", "kind", "turn", "items").first(),
             pl.col("label").mode(maintain_order=True).first(),
         )
     )

@@ -15,9 +15,8 @@ import torch
 import heedful
 from heedful import hf
 from heedful.hf import Refused
-from heedful.hf.calls import Call
+from heedful.hf.calls import Call, difference
 from heedful.measures import effective_rank
-from heedful.operator import AttentionOperator
 from heedful.scan import team
 from heedful.scan.along import Along, Rooms, of_call
 from heedful.scan.baseline import Baselines
@@ -232,6 +231,7 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
                 "heads": call.heads,
                 "kv_heads": call.k.shape[1],
                 "width": call.q.shape[-1],
+                "items": len(call.q),
             }
         )
 
@@ -252,7 +252,7 @@ def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
         **{"rank95": r95.estimate, "rank95_low": r95.lower, "rank95_high": r95.upper},
         **{"energy": found.energy, "sigma1": found.values[..., 0]},
     }
-    lists = {name: x[0].tolist() for name, x in columns.items()}
+    lists = {name: x.double().mean(0).tolist() for name, x in columns.items()}  # over the items of a batch
     return [{"head": head, **{name: x[i] for name, x in lists.items()}} for i, head in enumerate(range(*part))]
 
 
@@ -263,30 +263,6 @@ def _writes(call: Call) -> list[int]:
 
 def _nothing(part: Part, matrix: Matrix) -> list[Row]:
     return []
-
-
-def difference(a: AttentionOperator, b: AttentionOperator) -> AttentionOperator:
-    """A − B as a linear map; neither is formed unless the measures choose to.
-
-    >>> import heedful as h
-    >>> q, k = torch.randn(2, 8, 4).unbind()
-    >>> A, B = h.Softmax().operator(q, k), h.Softmax(h.Full()).operator(q, k)
-    >>> D, x = difference(A, B), torch.randn(8, 3)
-    >>> torch.allclose(D @ x, A @ x - B @ x), torch.allclose(D.mT @ x, A.mT @ x - B.mT @ x)
-    (True, True)
-    """
-    if a.shape != b.shape:
-        raise ValueError(f"a {a.shape} and b {b.shape}: expected operators of one shape.")
-    return AttentionOperator(
-        a.shape,
-        a.dtype,
-        a.device,
-        lambda x: a @ x - b @ x,
-        lambda y: a.mT @ y - b.mT @ y,
-        lambda: a.to_dense() - b.to_dense(),
-        layout=a.layout,
-        formed=lambda: a.form() - b.form(),
-    )
 
 
 def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:

@@ -5,7 +5,8 @@ count       the lengths of a query's two intervals
 targets     a = exp(s − lse), with s from the one key that is asked for
 bands       the same walk over the intervals cut to the band: it gives the lse of the band alone, so that
             Σ a = exp(lse_band − lse) = share;  Σ a X = share · (the band's own A X)
-sink        as if there were none, then every sum times exp(lse − log(exp lse + exp sink))
+sink        as if there were none, then every sum times σ = exp(lse − log(exp lse + exp sink)), and the entropy that of
+            σp and 1 − σ together
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import inf, log
 import torch
 
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.row_statistics.sums import Request, RowSums
+from heedful.kernels.row_statistics.sums import Request, RowSums, with_sink
 from heedful.kernels.softmax import fused, launches
 from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
@@ -136,6 +137,8 @@ def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, lev
 
 def _with_sink(out: RowSums, sink: Tensor) -> RowSums:
     assert out.lse is not None
-    whole = torch.logaddexp(out.lse, sink.float()[..., None])
-    seen = out.lse > -inf
-    return replace(out.scaled((out.lse - whole).exp()), lse=whole.masked_fill(~seen, -inf))
+    sink = sink.float()[..., None]
+    whole, seen = torch.logaddexp(out.lse, sink), out.lse > -inf
+    kept, taken = (out.lse - whole).exp(), (sink - whole).exp()
+    entropy = with_sink(out.entropy, kept, taken)
+    return replace(out.scaled(kept), entropy=entropy, lse=whole.masked_fill(~seen, -inf))

@@ -3,7 +3,8 @@
 softmax     t = max s,  e = exp(s − t),  Z = Σ e,  p = e / Z,  lse = t + log Z
             sums of e first, then of p, which are those times 1 / Z: there are fewer rows than weights
             entropy = log Z − Σ e (s − t) / Z                two terms ≥ 0: nothing cancels
-sink        p over the keys alone, then every sum times exp(lse − log(exp lse + exp sink))
+sink        p over the keys alone, then every sum times σ = exp(lse − log(exp lse + exp sink)), and the entropy that of
+            σp and 1 − σ together
 otherwise   p = |a| / Σ |a|,  entropy = −Σ p log p,  0 log 0 = 0
 """
 
@@ -20,7 +21,7 @@ import torch
 from heedful.kernels.blocked.reference import RowFunction, Work
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile, pick, size_on, with_axes
 from heedful.kernels.row_statistics.block import Block, largest, sums_of
-from heedful.kernels.row_statistics.sums import Receiver, Request, RowSums
+from heedful.kernels.row_statistics.sums import Receiver, Request, RowSums, with_sink
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Full, Pattern
@@ -281,16 +282,23 @@ def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
     entropy = total.log() - found.entropy * log(2) / total
     if rows.sink is not None:
         sink = with_axes(rows.sink, lse.ndim - 1, 0)[..., None].to(lse.dtype) / rows.temperature
-        mass, lse = _beside(lse, sink)
+        mass, taken, lse = _beside(lse, sink)
+        entropy = with_sink(entropy, mass, taken)
     product = found.product  # which is of A already
     found = replace(found, largest=torch.ones_like(mass), product=product[..., :0]).scaled(mass / total)
     return replace(found, total=mass, mass=mass, entropy=entropy, lse=lse, product=product)
 
 
-def _beside(lse: Float[Tensor, "*b"], sink: Float[Tensor, "*#b"]) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """What a sink leaves of the mass of a row, and the log-sum-exp with it; 0 and −∞ for a row that sees nothing."""
+def _beside(
+    lse: Float[Tensor, "*b"], sink: Float[Tensor, "*#b"]
+) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"], Float[Tensor, "*b"]]:
+    """What a sink leaves of the mass of a row, what it takes, and the log-sum-exp with it.
+
+    0, 0 and −∞ for a row that sees nothing.
+    """
     whole, dead = torch.logaddexp(lse, sink), lse == -inf
-    return (lse - whole).masked_fill(dead, -inf).exp(), whole.masked_fill(dead, -inf)
+    kept, taken = ((x - whole).masked_fill(dead, -inf).exp() for x in (lse, sink))
+    return kept, taken, whole.masked_fill(dead, -inf)
 
 
 def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:

@@ -62,6 +62,20 @@ class Request:
     values: Float[Tensor, "*#b m e"] | None = None
 
 
+def with_sink(
+    entropy: Float[Tensor, "*b"], kept: Float[Tensor, "*b"], taken: Float[Tensor, "*b"]
+) -> Float[Tensor, "*b"]:
+    """The entropy of keys and sink together: σ H − σ log σ − (1 − σ) log (1 − σ).
+
+    kept    σ, the share of the keys, whose proportions have the entropy H
+    taken   1 − σ, the share of the sink, by itself: a difference would round small shares away
+
+    >>> with_sink(torch.tensor(2.0).log(), torch.tensor(2 / 3), torch.tensor(1 / 3)).exp().round()
+    tensor(3.)
+    """
+    return kept * entropy + torch.special.entr(kept) + torch.special.entr(taken)
+
+
 @dataclass(frozen=True)
 class RowSums:
     """Sums over each row of A; those that were not asked for have a last axis of 0.
@@ -72,7 +86,9 @@ class RowSums:
     total: Float[Tensor, "*b n"]  # Σ a
     mass: Float[Tensor, "*b n"]  # Σ |a|
     square: Float[Tensor, "*b n"]  # Σ a²
-    entropy: Float[Tensor, "*b n"]  # −Σ p log p,  p = |a| / Σ |a|
+    entropy: Float[
+        Tensor, "*b n"
+    ]  # −Σ p log p,  p = |a| / Σ |a|;  with a sink p = a, and the sink's share is one more p
     largest: Float[Tensor, "*b n"]  # max |a|
     where: Int[Tensor, "*b n"]  # the key of the largest, by index; −1 where it was not asked for
     count: Int[Tensor, "*b n"]  # keys that pattern and segments let the query see
@@ -122,7 +138,7 @@ class RowSums:
                 pick(mine, batch).narrow(axis, start, stop - start).copy_(getattr(part, name))
 
     def scaled(self, by: Float[Tensor, "*b n"]) -> RowSums:
-        """The sums of by_i · a_i for factors ≥ 0; the entropy, which is of proportions, stays."""
+        """The sums of by_i · a_i for factors ≥ 0; the entropy, which is of proportions, stays (see `with_sink`)."""
         wide = by[..., None]
         return replace(
             self,
