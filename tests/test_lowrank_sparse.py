@@ -131,8 +131,8 @@ def test_what_leaves_the_queue_enters_the_sums():
         assert state.k.shape[-2] == min(t + 1, 3)
     gone = attend.feature_map.key(k[:, :6])
     scale = state.log_scale.exp()
-    assert torch.allclose(state.z * scale[:, None], gone.sum(-2))
-    assert torch.allclose(state.S * scale[:, None, None], gone.mT @ v[:, :6])
+    assert torch.allclose(state.z * scale, gone.sum(-2))
+    assert torch.allclose(state.S * scale[..., None], gone.mT @ v[:, :6])
     _, at_once = attend.prefill(q, k, v)
     for one, other in zip(state, at_once, strict=True):
         assert torch.allclose(one.double(), other.double())

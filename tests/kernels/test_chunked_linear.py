@@ -55,7 +55,7 @@ def true_state(state):
     if state.log_scale is None:
         return state.S, state.z
     scale = state.log_scale.exp()
-    return state.S * scale[..., None, None], None if state.z is None else state.z * scale[..., None]
+    return state.S * scale[..., None], None if state.z is None else state.z * scale
 
 
 def dense(
@@ -128,7 +128,7 @@ def draw(B, H, Hkv, n, r, e, *, m=None, dtype=torch.float64, seed=0, scale=1.0):
 def draw_state(B, heads, r, e, *, seed=1, log_scale=False):
     g = torch.Generator().manual_seed(seed)
     S, z = torch.randn(B, heads, r, e, generator=g), torch.rand(B, heads, r, generator=g) + 0.5
-    s = torch.rand(B, heads, generator=g) if log_scale else None
+    s = torch.rand(B, heads, r, generator=g) if log_scale else None
     return LinearState(*(None if x is None else x.double().to(DEVICE) for x in (S, z, s)))
 
 
@@ -176,7 +176,6 @@ CASES = {
     "angles, mixed": dict(n=100, feature="elu1", angles=True, segments="mixed", H=2, Hkv=1),
     "angles, shared heads, odd widths": dict(n=70, B=1, r=5, e=19, feature="elu1", angles=True, H=4, Hkv=2, state=True),
     "angles, decay": dict(r=8, e=8, n=70, B=1, H=2, Hkv=1, angles=True, decay="token", state=True),
-    "angles, exp": dict(r=8, e=8, n=70, B=1, feature="exp", angles=True, state=True),
     "angles, not causal": dict(n=17, m=100, causal=False, feature="relu", angles=True, state=True, H=4, Hkv=2),
     "angles, wide": dict(n=20, r=70, e=70, feature="relu", angles=True, B=1, H=1, Hkv=1),
     "odd widths": dict(n=70, r=5, e=19, feature="elu1"),
@@ -247,6 +246,8 @@ def small(form, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_formula_and_so_are_its_gradients(way, case, monkeypatch):
+    if way is not reference and CASES[case].get("feature") == "exp" and {"decay", "state"} & set(CASES[case]):
+        pytest.skip("exp features with a decay or a state are taken by the reference alone")
     small(way, monkeypatch)
     inputs, options = build(**CASES[case])
     want = outcome(dense, inputs, options, torch.float64)
@@ -268,6 +269,8 @@ def test_it_is_the_formula_and_so_are_its_gradients(way, case, monkeypatch):
     ids=["packed", "padded", "a head", "exp", "wide", "angles"],
 )
 def test_the_gradient_of_the_decay(way, case, monkeypatch):
+    if way is not reference and case.get("feature") == "exp":
+        pytest.skip("exp features with a decay are taken by the reference alone")
     small(way, monkeypatch)
     if way is reference:
         monkeypatch.setattr(groups, "CACHED", 1)  # groups of two chunks, one head at a time
@@ -336,7 +339,7 @@ def test_the_gradient_of_one_decay_a_head_in_float32(case):
 
 def test_the_state_continues_the_sequence(form, monkeypatch):
     small(form, monkeypatch)
-    for feature, decay in (("elu1", None), ("exp", "token")):
+    for feature, decay in (("elu1", None), ("exp", "token"))[: 2 if form is reference else 1]:
         (q, k, v), options = build(n=80, feature=feature, decay=decay, B=1, H=2, Hkv=1, r=8, e=8)
         q, k, v = (x.float() for x in (q, k, v))
         decay = options.pop("log_decay", None)
@@ -567,6 +570,7 @@ def test_what_only_the_reference_takes():
     ids = torch.tensor([[0] * 5 + [1] * 5], device=DEVICE)
     assert "several segments" in fused.objections(q, k, v, causal=False, segments=ids)[0]
     assert "normaliser takes out" in fused.objections(q, k, v, feature="exp", normalise=False)[0]
+    assert "without a decay" in fused.objections(q, k, v, feature="exp", log_decay=torch.zeros(q.shape[1]))[-1]
     wide = draw(1, 1, 1, 10, 300, 8, dtype=torch.float32)
     assert "widths" in fused.objections(*wide)[0]
     wide = draw(1, 1, 1, 10, 130, 8, dtype=torch.float32)

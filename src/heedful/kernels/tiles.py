@@ -67,7 +67,8 @@ def features(
         s = tl.load(shift + t, mask=real, other=0)
     phi = _phi(x, s, FEATURE)
     if FEATURE == "elu1" or FEATURE == "exp":
-        if CLEAR > 0 and not EVEN_C:
+        # at columns beyond the width a shift far below zero makes exp infinite: zero times it is no zero
+        if (CLEAR > 0 or FEATURE == "exp") and not EVEN_C:
             phi = tl.where((column < width)[None, :], phi, 0.0)
         if CLEAR == 2 and not EVEN_N:
             phi = tl.where(real[:, None], phi, 0.0)

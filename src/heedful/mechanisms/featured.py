@@ -6,8 +6,8 @@
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 
-The normaliser is kept in float32 or better; sums, not products, make it. Features given by their logarithms are
-stabilised by the largest key so far, which is part of the state.
+The normaliser is kept in float32 or better; sums, not products, make it. Features given by their logarithms have a
+scale each, the largest key so far, which is part of the state: the normaliser of a query then has a term of 1.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ _DECAYS = WeakIdKeyDictionary()
 
 
 class Running(NamedTuple):
-    """S = Σ φ(k) vᵀ, z = Σ φ(k), both times exp(log_scale) where features are given by logarithms; tokens so far."""
+    """S = Σ φ(k) vᵀ, z = Σ φ(k), tokens so far.
+
+    Where features are given by logarithms, rows of S and of z are to be multiplied by exp(log_scale).
+    """
 
     S: Float[Tensor, "*b r e"]
     z: Float[Tensor, "*b r"] | None
-    log_scale: Float[Tensor, "*b"] | None
+    log_scale: Float[Tensor, "*b r"] | None
     length: Int[Tensor, "*s"]
 
 
@@ -110,7 +113,7 @@ class Featured(RecurrentMechanism):
                 if not refused:
                     out = random_features(*inputs, **options)
                     return out.reshape(*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
-        return self._run(q, k, v, segments)[0]
+        return self._run(q, k, v, segments, False)[0]
 
     def _again(self, q, k, v) -> Tensor | None:
         """The output, where the kernel has taken inputs of this kind before: a short way to the launch. Or None."""
@@ -189,8 +192,8 @@ class Featured(RecurrentMechanism):
         ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 
-    def _run(self, q, k, v, segments: Tensor | None) -> tuple[Tensor, LinearState]:
-        """Output, and the state as the kernel has it."""
+    def _run(self, q, k, v, segments: Tensor | None, stateful: bool = True) -> tuple[Tensor, LinearState]:
+        """Output, and the state as the kernel has it; it may be None where it is not asked for."""
         n, m = q.shape[-2], k.shape[-2]
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         if n < m:  # the queries follow a cache: give the cached tokens queries too, and drop their rows
@@ -204,6 +207,8 @@ class Featured(RecurrentMechanism):
                 segments = segments.gather(-1, order)
         with as_given(q):
             inputs, options = self._kernel_inputs(q, k, v, segments)
+            if options["feature"] == "exp":
+                options["stateful"] = stateful
             out, state = self.kernel(*inputs, **options)
         out = out if out.shape[:-2] == batch else out.reshape(*batch, *out.shape[-2:])
         out = out if back is None else take_tokens(out, back)
@@ -254,7 +259,7 @@ class Featured(RecurrentMechanism):
         return Running(
             q.new_zeros(*batch, r, v.shape[-1], dtype=wide),
             q.new_zeros(*batch, r, dtype=wide) if self.normalise else None,
-            q.new_zeros(batch, dtype=wide) if logs else None,
+            q.new_zeros(*batch, r, dtype=wide) if logs else None,
             torch.zeros((), dtype=torch.long, device=q.device),
         )
 
@@ -291,7 +296,7 @@ class Featured(RecurrentMechanism):
             flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e)
             + dims.batch * (tokens + dims.m) * self.feature_map.flops(dims.d),
             bytes=dims.io_bytes,
-            state=dims.batch * (r * (e + self.normalise) + logs),
+            state=dims.batch * r * (e + self.normalise + logs),
         )
 
     def explain(self, q, k, v, *, segments=None):

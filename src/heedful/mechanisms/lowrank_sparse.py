@@ -6,13 +6,13 @@ fast        softmax over the window, with log Σ exp of each row (kernels/partia
             (where queries look both ways, once more backwards in time; old keys of a cache, which all queries see, in
             one sum); joined, o = Σ_p exp(lse_p − lse) o_p
 recurrence  k_t, v_t enter a queue of w; what leaves it enters S, z as in `Linear`; o_t joins the queue and S
-cost        2 · pairs · (d + e) + 2(n − w)(c(r + e + 1) + 2r(e + 1)) flops; state r(e + 1) + 1 + w(d + e)
+cost        2 · pairs · (d + e) + 2(n − w)(c(r + e + 1) + 2r(e + 1)) flops; state r(e + 2) + w(d + e)
 
 Scatterbrain writes the same matrix as a low-rank one with a sparse correction, w = φφᵀ + (exp(S) − φφᵀ) on the pattern.
 Here no key is ever in both parts, so nothing is added in order to be subtracted again. One normaliser for both only
 means something where φ(q)·φ(k) is near exp(scale · q·k): positive random features, or features that were trained to be.
-Everything is kept in logarithms until the parts are joined, and the features are shifted by the largest key so far, so
-nothing overflows and nothing looks ahead.
+Everything is kept in logarithms until the parts are joined, and each feature is on the scale of its largest key so far,
+so nothing overflows, nothing vanishes and nothing looks ahead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import LogFeatureMap
 from heedful.inputs import check_inputs, check_token
-from heedful.kernels.chunked_linear import chunked_linear
-from heedful.kernels.chunked_linear.features import exp_shifts, runs
-from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
+from heedful.kernels.chunked_linear import attend_to_logs
+from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
 from heedful.mechanisms.featured import _log_products, _state_dtype
@@ -42,14 +41,14 @@ Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
 
 
 class Queue(NamedTuple):
-    """The last w keys and values, and of those before them S = Σ φ(k) vᵀ and z = Σ φ(k), both times exp(log_scale).
+    """The last w keys and values, and of those before them S = Σ φ(k) vᵀ and z = Σ φ(k), rows times exp(log_scale).
 
     Rows that have seen fewer tokens than others have empty places at the front of their queue.
     """
 
     S: Float[Tensor, "*b r e"]
     z: Float[Tensor, "*b r"]
-    log_scale: Float[Tensor, "*b"]
+    log_scale: Float[Tensor, "*b r"]
     k: Float[Tensor, "*#b l d"]
     v: Float[Tensor, "*#b l e"]
     length: Int[Tensor, "*s"]
@@ -74,7 +73,7 @@ class LowRankSparse(RecurrentMechanism):
     scale         of q·k; that of the random features, or d^-½
     """
 
-    kernel = chunked_linear  # of the far part, which is most of the work
+    kernel = attend_to_logs  # of the far part, which is most of the work
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class LowRankSparse(RecurrentMechanism):
         batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
         r, wide = self.feature_map.dim(k.shape[-1]), _state_dtype(k.dtype)
         zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
-        scale = k.new_full(batch, -inf, dtype=wide)
+        scale = k.new_full((*batch, r), -inf, dtype=wide)
         return Queue(zeros[..., :-1], zeros[..., -1], scale, k, v, length)
 
     def prefill(self, q, k, v, *, segments=None):
@@ -201,9 +200,9 @@ class LowRankSparse(RecurrentMechanism):
             return state
         wide = state.S.dtype
         y = self.feature_map.log_key(k.to(wide)).masked_fill(~real[..., None], -inf)
-        scale = torch.maximum(state.log_scale, y.amax((-2, -1)))
+        scale = torch.maximum(state.log_scale, y.amax(-2))
         top = scale.masked_fill(scale == -inf, 0)
-        fall, y = (state.log_scale - top).exp()[..., None], (y - top[..., None, None]).exp()
+        fall, y = (state.log_scale - top).exp(), (y - top[..., None, :]).exp()
         S = state.S * fall[..., None] + y.mT @ v.to(wide)
         return state._replace(S=S, z=state.z * fall + y.sum(-2), log_scale=scale)
 
@@ -221,10 +220,7 @@ class LowRankSparse(RecurrentMechanism):
         state = self._absorb(state, k[..., :out, :], v[..., :out, :], real[..., :out])
         state = state._replace(k=k[..., out:, :], v=v[..., out:, :], length=length)
         wide = state.S.dtype
-        x = self.feature_map.log_query(q.to(wide))
-        top = x.amax(-1)
-        x = (x - top[..., None]).exp()
-        parts = [_in_logs(x @ state.S, (x @ state.z[..., None])[..., 0], top + state.log_scale[..., None])]
+        parts = [_to_state(self.feature_map.log_query(q.to(wide)), state.S, state.z, state.log_scale)]
         if self.window:
             scores = (q.to(wide) * self._scale(q)) @ state.k.to(wide).mT
             scores = scores.masked_fill(~real[..., None, out:], -inf)
@@ -246,16 +242,15 @@ class LowRankSparse(RecurrentMechanism):
         return Cost(
             flops=dims.batch * (2 * (pairs * (dims.d + dims.e) + far) + features),
             bytes=dims.io_bytes,
-            state=dims.batch * (r * e + 1 + min(dims.m, self.window) * (dims.d + dims.e)),
+            state=dims.batch * (r * (e + 1) + min(dims.m, self.window) * (dims.d + dims.e)),
         )
 
     def explain(self, q, k, v, *, segments=None):
         if isinstance(segments, tuple):
             return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
         x, y = self.feature_map.log_query(q[..., :1, :]), self.feature_map.log_key(k[..., :1, :])
-        (x, y, u), options = _kernel_inputs(x, y, v[..., :1, :], None)
         near = partial_softmax.explain(q, k, v, self._near(), segments, self._scale(q)) if self.window else "none"
-        return f"far: {chunked_linear.explain(x, y, u, **options)}\nnear: {near}"
+        return f"far: {attend_to_logs.explain(*_kernel_inputs(x, y, v[..., :1, :], None))}\nnear: {near}"
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {self.pattern!r}" + (f", scale={self.scale:.4g}" if self.scale else "")
@@ -314,12 +309,7 @@ def _prefix(
 ) -> Part:
     """Causal linear attention from the logarithms of features."""
     batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
-    (x, y, u), options = _kernel_inputs(x, y, v, ids)
-    code = None if options["segments"] is None else runs(options["segments"])[0]
-    shift_x, shift_y, _, decay, _ = exp_shifts(x, y, True, None, code, None, x.shape[1])
-    x, y = (x - shift_x[..., None]).exp(), (y - shift_y[..., None]).exp()
-    out, _ = chunked_linear(x, y, u, **options | {"log_decay": decay})
-    out, lse = _in_logs(out[..., :-1], out[..., -1], shift_x + shift_y)
+    out, lse = attend_to_logs(*_kernel_inputs(x, y, v, ids))
     return out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1])
 
 
@@ -327,14 +317,26 @@ def _total(x: Float[Tensor, "*#b n r"], y: Float[Tensor, "*#b l r"], v: Float[Te
     """Linear attention to all keys, from the logarithms of features."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x, y, v = x.to(wide), y.to(wide), v.to(wide)
-    top_x, top_y = x.detach().amax(-1), y.detach().amax((-2, -1))
-    sums = (y - top_y[..., None, None]).exp().mT @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    out = (x - top_x[..., None]).exp() @ sums
-    return _in_logs(out[..., :-1], out[..., -1], top_x + top_y[..., None])
+    scale = y.detach().amax(-2)
+    y = (y - scale[..., None, :]).exp()
+    return _to_state(x, y.mT @ v, y.sum(-2), scale)
 
 
-def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
-    """x, y and [v, 1] as (batch, heads, tokens, width), ids as (batch, tokens), all in float32 or better."""
+def _to_state(
+    x: Float[Tensor, "*#b n r"], S: Float[Tensor, "*#b r e"], z: Float[Tensor, "*#b r"], scale: Float[Tensor, "*#b r"]
+) -> Part:
+    """Of queries, given by the logarithms of their features, to sums over keys; nothing where there were no keys."""
+    some = scale[..., :1] > -inf
+    x = x + torch.where(some, scale, 0)[..., None, :]
+    top = x.detach().amax(-1)
+    x = (x - top[..., None]).exp()
+    total = torch.where(some, (x @ z[..., None])[..., 0], 1)
+    out = (x @ S) / total[..., None]
+    return out, torch.where(some, total.log() + top, -inf).expand(out.shape[:-1])
+
+
+def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x, y and v as (batch, heads, tokens, width) in float32 or better, ids as (batch, tokens)."""
     batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
     shared = ids is None or ids.ndim < 2 or ids.shape[-2] == 1  # all heads have the same segments
     rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
@@ -342,17 +344,8 @@ def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None):
         ids = ids.squeeze(-2) if shared and ids.ndim > 1 else ids
         ids = ids.expand(*rows, ids.shape[-1]).reshape(prod(rows), ids.shape[-1])
     wide = torch.promote_types(x.dtype, torch.float32)
-    u = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
-    flat = [a.to(wide).expand(*batch, *a.shape[-2:]).reshape(prod(rows), heads, *a.shape[-2:]) for a in (x, y, u)]
-    return flat, {"feature": "identity", "normalise": False, "segments": ids}
-
-
-def _in_logs(above: Float[Tensor, "*b n e"], below: Float[Tensor, "*b n"], shift: Float[Tensor, "*#b n"]) -> Part:
-    """Numerator and normaliser, both times exp(shift), as a part; a normaliser that has vanished is of no part."""
-    some = below >= LEAST[below.dtype]
-    total = torch.where(some, below, 1)
-    out = torch.where(some[..., None], above / total[..., None], 0)
-    return out, torch.where(some, total.log() + shift, -inf)
+    x, y, v = (a.to(wide).expand(*batch, *a.shape[-2:]).reshape(prod(rows), heads, *a.shape[-2:]) for a in (x, y, v))
+    return x, y, v, ids
 
 
 def _at_end(x: Float[Tensor, "*b n w"], length: int, fill: float) -> Float[Tensor, "*b l w"]:

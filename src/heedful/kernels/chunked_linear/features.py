@@ -1,8 +1,8 @@
 """Features, and what both forms make of their inputs besides: runs of segments, decays of tokens, shifts of exponents.
 
-`exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
-in the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is one more log-decay, so nothing
-overflows and nothing looks ahead; the shift leaves numerator and denominator alike.
+In Triton `exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
+in the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is a log-decay, so nothing overflows and nothing
+looks ahead; the shift leaves numerator and denominator alike. In torch each feature has a scale of its own (logs.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class LinearState(NamedTuple):
     """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs); 2r for r where there are angles.
 
     Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is
-    None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs).
+    None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs, r): each
+    feature is on a scale of its own.
     """
 
     S: Tensor
@@ -75,45 +76,47 @@ def turns_of(angles: Tensor, B: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], -1).to(dtype).expand(B, -1, -1)
 
 
-def exp_shifts(q, k, causal, decay, code, state, heads):
-    """Shifts of q and k, scale of the last state, decay with the shifts' in it, first state on their scale.
+def exp_shifts(q, k, causal, code):
+    """Shifts of q (B, H, n) and k (B, Hkv, m), and where causal the decay that moving from one to the next is.
 
-    Causal: s_t = max(s_{t−1}, max_r k_t) from the state's scale on, starting anew in each segment. Otherwise
-    s is the maximum over the segment. The result does not depend on it: no gradient goes through.
+    Causal: s_t = max(s_{t−1}, max_r k_t), starting anew in each segment. Otherwise s is the maximum over the segment.
+    The result does not depend on it: no gradient goes through.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shift_q = q.detach().amax(-1).to(wide)
     top = k.detach().amax(-1).to(torch.float64)
-    (B, Hkv, m), shared = top.shape, heads // k.shape[1]
-    # with a decay the query heads that share a key head carry the same scale: take one of them
-    floor = top.new_full((B, Hkv), -torch.inf) if state is None else state.log_scale[:, ::shared].double()
-    if m == 0:
-        scale = torch.where(floor.isfinite(), floor, 0.0).to(wide)
-        return shift_q, top.to(wide), repeat(scale, heads), decay, state
+    B, _, m = top.shape
     run = top.new_zeros(B, 1, m, dtype=torch.long)
     if code is not None:
         top = top.masked_fill((code < 0)[:, None], -torch.inf)
         run = torch.maximum(code, -1 - code).long()[:, None]
-    # a running maximum that starts anew with each run: lift run c by c · 2²⁰, far above any key there is
-    lift = run * 2.0**20
-    top = torch.maximum(top, torch.where(run == 0, floor[..., None], -torch.inf)).clamp(-(2.0**19), 2.0**19)
-    s = (top + lift).cummax(-1).values - lift
+    # a running maximum that starts anew with each run: lift run c by c · 2³⁰, far above any key there is
+    lift = run * 2.0**30
+    s = (top.clamp(-(2.0**29), 2.0**29) + lift).cummax(-1).values - lift
     if not causal:
         end = torch.searchsorted(run.contiguous(), run.contiguous(), right=True) - 1
         s = s.gather(-1, end.expand_as(s))
-    unseen = s <= -(2.0**19)
+    unseen = s <= -(2.0**29)
     s = torch.where(unseen, 0.0, s)
-    scale = repeat(s[..., -1].to(wide), heads)
+    decay = None
     if causal:
-        before = torch.cat([floor[..., None], s.masked_fill(unseen, -torch.inf)], -1)[..., :m]
+        before = torch.nn.functional.pad(s.masked_fill(unseen, -torch.inf), (1, -1), value=-torch.inf)
         fall = before - s
-        fall = torch.where(fall.isfinite() & (fall < 0), fall, 0.0).to(wide)
-        decay = fall if decay is None else decay + repeat(fall, heads)
-    elif state is not None:
-        change = repeat((floor - s[..., 0]).exp().to(wide), heads)
-        z = None if state.z is None else state.z * change[..., None]
-        state = LinearState(state.S * change[..., None, None], z, scale)
-    return shift_q, s.to(wide), scale, decay, state
+        decay = torch.where(fall.isfinite() & (fall < 0), fall, 0.0).to(wide)
+    return q.detach().amax(-1).to(wide), s.to(wide), decay
+
+
+def exp_state(k, v, code) -> LinearState:
+    """S, z and the scale of each feature after the last token, of the last segment, in float32 or better."""
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    y = k.to(wide)
+    if code is not None:
+        run = torch.maximum(code, -1 - code)
+        live = ((code >= 0) & (run == run[:, -1:]))[:, None, :, None]
+        y, v = torch.where(live, y, -torch.inf), torch.where(live, v, 0.0)
+    scale = y.detach().amax(-2, keepdim=True)
+    scale = torch.where(scale.isfinite(), scale, 0.0)
+    y = (y - scale).exp()
+    return LinearState(y.mT @ v.to(wide), y.sum(-2), scale[..., 0, :])
 
 
 def features(x, feature, shift, real, dtype, turns=None):

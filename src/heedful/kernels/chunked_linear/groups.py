@@ -25,25 +25,47 @@ LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
 """A denominator below this, the 3/4 power of the least normal number, is nothing: gradients divide by it again."""
 
 
-def full(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature):
-    """Every query sees every key of its segment: one state a segment; an initial one belongs to the first."""
+def full(q, k, v, S, z, scale, turns_q, turns_k, code, feature):
+    """Every query sees every key of its segment: one state a segment; an initial one belongs to the first.
+
+    The output, S, z and, of exp features, the scale (B, H, 1, r) of each feature in the last state.
+    """
     if code is None or not code.numel() or int(code.max()) <= 0:
-        return _Full.apply(q, k, v, S, z, shift_q, shift_k, turns_q, turns_k, code, feature)
+        return _segment(q, k, v, S, z, scale, turns_q, turns_k, code, feature)
     rows = []
     for b, row in enumerate(torch.maximum(code, -1 - code)):
         lengths = torch.unique_consecutive(row, return_counts=True)[1].tolist()
-        tokens = [q, k, v, *(None if t is None else t[..., None] for t in (shift_q, shift_k)), turns_q, turns_k]
+        tokens = [q, k, v, turns_q, turns_k]
         pieces = [[None] * len(lengths) if t is None else t[b : b + 1].split(lengths, 2) for t in tokens]
         codes = code[b : b + 1].split(lengths, 1)
-        state: tuple = S[b : b + 1], None if z is None else z[b : b + 1]
+        state: Any = [None if t is None else t[b : b + 1] for t in (S, z, scale)]
         parts = []
-        for qs, ks, vs, s_q, s_k, t_q, t_k, here in zip(*pieces, codes, strict=True):
-            shifts = (None if t is None else t[..., 0] for t in (s_q, s_k))
-            parts.append(_Full.apply(qs, ks, vs, *state, *shifts, t_q, t_k, here, feature))
-            state = tuple(None if t is None else torch.zeros_like(t) for t in state)
+        for qs, ks, vs, t_q, t_k, here in zip(*pieces, codes, strict=True):
+            given, before, base = state
+            parts.append(_segment(qs, ks, vs, given, before, base, t_q, t_k, here, feature))
+            state = [None if t is None else torch.zeros_like(t) for t in state[:2]] + [None]
         rows.append((torch.cat([part[0] for part in parts], 2), *parts[-1][1:]))
-    out, S, last = zip(*rows, strict=True)
-    return torch.cat(out), torch.cat(S), None if z is None else torch.cat(last)
+    return (*(None if t[0] is None else torch.cat(t) for t in zip(*rows, strict=True)),)
+
+
+def _segment(q, k, v, S, z, scale, turns_q, turns_k, code, feature):
+    """One segment of each row. exp features are on a scale of their own each: that of the largest key."""
+    if feature != "exp":
+        return *_Full.apply(q, k, v, S, z, None, None, turns_q, turns_k, code, feature), None
+    most = k.detach().to(v.dtype)
+    if code is not None:
+        most = most.masked_fill((code < 0)[:, None, :, None], -torch.inf)
+    most = most.amax(-2, keepdim=True) if k.shape[2] else S.mT[..., :1, :] - torch.inf
+    if scale is not None:
+        most = torch.maximum(most, scale)
+    most = torch.where(most.isfinite(), most, 0.0)
+    if scale is not None:
+        kept = (scale - most).exp()
+        S, z = S * kept.mT, None if z is None else z * kept
+    q, k = q.to(v.dtype) + most, k.to(v.dtype) - most
+    top = q.detach().amax(-1)
+    o, S, z = _Full.apply(q, k, v, S, z, top, torch.zeros_like(k[..., 0]), turns_q, turns_k, code, feature)
+    return o if z is not None else o * top.exp()[..., None], S, z, most
 
 
 def groups_of(x: Tensor, r: int | None = None) -> list[tuple[int, int, int]]:
@@ -203,10 +225,10 @@ def backward_group(xs, ys, vs, gs, cs, w: Weights | None, met, R, t):
     return dx, dy, dvs, R, t
 
 
-def _forwards(q, k, v, shift_q, shift_k, turns, real, decay, run, S, z, out, inverse, *, met, feature):
+def _forwards(q, k, v, turns, real, decay, run, S, z, out, inverse, *, met, feature):
     """Writes the output, the inverse of its normaliser and the states that groups meet; returns the last state."""
     for i, at in enumerate(groups_of(q, S.shape[-2])):
-        xs, ys, vs, *_ = _operands(q, k, v, shift_q, shift_k, turns, real, at, feature)
+        xs, ys, vs, *_ = _operands(q, k, v, turns, real, at, feature)
         for kept, state in zip(met, (S, z), strict=False):
             kept[i] = state
         o, over, S, z = forward_group(xs, ys, vs, _weights(decay, run, *at), S, z)
@@ -216,15 +238,13 @@ def _forwards(q, k, v, shift_q, shift_k, turns, real, decay, run, S, z, out, inv
     return S, z
 
 
-def _backwards(
-    q, k, v, shift_q, shift_k, turns, real, decay, run, dout, out, inverse, R, t, dq, dk, dv, change, *, met, feature
-):
+def _backwards(q, k, v, turns, real, decay, run, dout, out, inverse, R, t, dq, dk, dv, change, *, met, feature):
     """Writes the gradients, given those of the output and of the last state (R, t).
 
     Returns those of the first state. Within a group the states are made again from the one that it met.
     """
     for i, at in reversed(list(enumerate(groups_of(q, R.shape[-2])))):
-        xs, ys, vs, turns_s, real_s = _operands(q, k, v, shift_q, shift_k, turns, real, at, feature)
+        xs, ys, vs, turns_s, real_s = _operands(q, k, v, turns, real, at, feature)
         gs, cs = upstream(*(None if x is None else cut(x, *at) for x in (dout, out, inverse)))
         w = _weights(decay, run, *at)
         dx, dy, dvs, R, t = backward_group(xs, ys, vs, gs, cs, w, [kept[i] for kept in met], R, t)
@@ -237,24 +257,19 @@ def _backwards(
     return R, t
 
 
-def _operands(q, k, v, shift_q, shift_k, turns, real, at, feature):
+def _operands(q, k, v, turns, real, at, feature):
     """Features of a group's queries and keys, its values, how they are turned, and which of its tokens are real."""
     v, turns, real = (None if t is None else cut(t, *at) for t in (v, turns, real))
-    x, y = (_cut_features(t, s, turns, real, at, feature, v.dtype) for t, s in ((q, shift_q), (k, shift_k)))
+    x, y = (_cut_features(t, turns, real, at, feature, v.dtype) for t in (q, k))
     return x, y, v, turns, real
 
 
-def _cut_features(t, shift, turns, real, at, feature, dtype):
+def _cut_features(t, turns, real, at, feature, dtype):
     """`features` of `cut`, where the first pass is the one that puts chunks side by side."""
-    if feature not in ("elu1", "exp"):
+    if feature != "elu1":
         return features(cut(t, *at), feature, None, real, dtype, turns)
     here = _chunks(t, *at).to(dtype)
-    x = here.new_empty(here.shape)
-    if feature == "exp":
-        exp_(torch.sub(here, _chunks(shift, *at), out=x))
-    else:
-        exp_(torch.clamp(here, max=0, out=x)).add_(here.relu())
-    x = x.flatten(0, 1)
+    x = exp_(torch.clamp(here, max=0, out=here.new_empty(here.shape))).add_(here.relu()).flatten(0, 1)
     return turned(x if real is None else torch.where(real, x, 0.0), turns)
 
 
@@ -350,16 +365,16 @@ class Causal(torch.autograd.Function):
     """The two walks joined: keeps its inputs, its output and a state a group, nothing of size n·c."""
 
     @staticmethod
-    def forward(ctx, q, k, v, decay, S, z, shift_q, shift_k, turns, code, feature):
+    def forward(ctx, q, k, v, decay, S, z, turns, code, feature):
         (B, H, n, _), e, r = q.shape, v.shape[-1], S.shape[-2]
         run = None if code is None else torch.maximum(code, -1 - code)[:, None]
-        shift_q, shift_k, real = _tokens(code, shift_q, shift_k)
-        given = in_rows(B, H, q, k, v, shift_q, shift_k, turns, real, decay, run)
+        real = None if code is None else (code >= 0)[:, None, :, None]
+        given = in_rows(B, H, q, k, v, turns, real, decay, run)
         first, learns = in_rows(B, H, S, z), any(ctx.needs_input_grad)
         out, inverse = v.new_empty(B * H, n, e), v.new_empty(B * H, n, 1) if learns and z is not None else None
         ctx.met, last = [], []
         for slab in slabs(*given, *first, out, inverse, r=r):
-            states = [t for t in slab[9:11] if t is not None]
+            states = [t for t in slab[7:9] if t is not None]
             met = [t.new_empty(len(groups_of(slab[0], r)), *t.shape) for t in states] if learns else []
             last.append(_forwards(*slab, met=met, feature=feature))
             ctx.met.append(met)
@@ -387,4 +402,4 @@ class Causal(torch.autograd.Function):
             end = end if t is None else end + (z.double() * t).sum((-2, -1))
             change = (change.flip(-1).cumsum(-1).flip(-1) + end[..., None]).to(dout.dtype)
         every = (*grads, change, *first)
-        return *(None if s is None else s.unflatten(0, ctx.shape) for s in every), *[None] * 5
+        return *(None if s is None else s.unflatten(0, ctx.shape) for s in every), *[None] * 3

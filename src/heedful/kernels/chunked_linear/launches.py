@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heedful.kernels import launching
+from heedful.kernels.chunked_linear.triton_rows import rows_of
 from heedful.kernels.launching import INTERPRETED, columns, over, power, precision, up
 from heedful.kernels.states import layout
 
@@ -189,6 +190,11 @@ class Plan:
             BLOCK=self.block,
         )
         self.ready: dict = {}
+        self.rows = None
+        if feature == "exp":
+            sizes = dict(n=self.n, m=self.m, d=self.d, r=self.r, e=self.e)
+            own = dict(H=self.H, KV=self.Hkv, M=self.R, E=self.E, dtype=q.dtype)
+            self.rows = rows_of(self.ready, sizes, CAUSAL=causal, SEGMENTS=code is not None, **own)
 
     def parts(self, name) -> int:
         """In how many parts the features are split where a launch of that name splits them."""

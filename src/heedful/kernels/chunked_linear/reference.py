@@ -19,14 +19,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, repeat, runs, token_decay, turns_of
+from heedful.kernels.chunked_linear.features import LinearState, repeat, runs, token_decay, turns_of
 from heedful.kernels.chunked_linear.groups import Causal, full
+from heedful.kernels.chunked_linear.logs import LOWEST, CausalLogs
+from heedful.kernels.uncompiled import uncompiled
 
 FEATURES = ("identity", "elu1", "relu", "exp")
 
 
 def objections(
-    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None, state=None
+    q,
+    k,
+    v,
+    *,
+    feature="identity",
+    normalise=True,
+    causal=True,
+    log_decay=None,
+    angles=None,
+    segments=None,
+    state=None,
+    stateful=True,
 ) -> list[str]:
     """Why these inputs have no meaning, in sentences; none if they do. New segments wait for the device."""
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -54,6 +67,8 @@ def objections(
         if tuple(angles.shape) not in ((1, max(n, m)), (B, max(n, m))) or not angles.is_floating_point():
             want = f"{(B, max(n, m))} or {(1, max(n, m))} in floating point"
             said.append(f"angles must be {want}, got {tuple(angles.shape)} in {angles.dtype}.")
+        if feature == "exp":
+            said.append("angles do not go with exp features, which are kept by their logarithms.")
         if angles.requires_grad:
             said.append("angles have no gradient here: give them detached.")
     if segments is not None:
@@ -73,6 +88,10 @@ def objections(
             said.append(f"state.z must be {(B, heads, f)} where normalise is true, got {shape}.")
         if (feature == "exp") != (state.log_scale is not None):
             said.append("state.log_scale belongs to exp features: the state is one of another feature map.")
+        elif state.log_scale is not None and tuple(state.log_scale.shape) != (B, heads, f):
+            said.append(f"state.log_scale must be {(B, heads, f)}, got {tuple(state.log_scale.shape)}.")
+        elif feature == "exp" and causal and state.z is None:
+            said.append("state.z must be given with exp features, whose sums are on scales of their own.")
     return said
 
 
@@ -88,12 +107,14 @@ def chunked_linear(
     angles: Tensor | None = None,
     segments: Tensor | None = None,
     state: LinearState | None = None,
-) -> tuple[Tensor, LinearState]:
+    stateful: bool = True,
+) -> tuple[Tensor, LinearState | None]:
     """Linear attention and the state after the last token.
 
     log_decay   (H,), or (B, H, n)
     angles      (B, n) or (1, n): a weight is multiplied by cos(angle_i − angle_j), as cosFormer's are. Where there are
                 more keys than queries, or fewer, there is one for each of the more; both end with the last of them
+    stateful    False where the state of exp features is not asked for, which may be None then
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> whole, _ = chunked_linear(q, k, v, feature="elu1")
@@ -114,29 +135,56 @@ def chunked_linear(
     heads = Hkv if log_decay is None else H
     code = None if segments is None else runs(segments)[0]
     decay = token_decay(log_decay, code, B, H, n, wide)
-    shift_q = shift_k = log_scale = None
-    if feature == "exp":
-        shift_q, shift_k, log_scale, decay, state = exp_shifts(q, k, causal, decay, code, state, heads)
-
     turns = None if angles is None else turns_of(angles, B, wide)[:, None]
     u = v if code is None else torch.where((code >= 0)[:, None, :, None], v, 0.0)
+    exp, scale = feature == "exp", None
     if state is None:
         f = r if angles is None else 2 * r
         state = LinearState(*(torch.zeros(B, heads, f, *width, device=q.device) for width in ((e,), ())))
+    elif exp and state.log_scale is not None:
+        scale = repeat(state.log_scale.to(wide), H)[..., None, :]
     S = repeat(state.S.to(wide), H)
-    z = repeat(state.z.to(wide), H)[..., None, :] if normalise and state.z is not None else None
-    y, u, shift = repeat(k, H), repeat(u, H), None if shift_k is None else repeat(shift_k, H)
-    if causal:
-        decay = None if decay is None else repeat(decay, H)
-        o, S, z = Causal.apply(q, y, u.to(wide), decay, S, z, shift_q, shift, turns, code, feature)
+    z = None if state.z is None or not (normalise or (exp and causal)) else repeat(state.z.to(wide), H)[..., None, :]
+    y, u = repeat(k, H), repeat(u, H).to(wide)
+    if causal and exp:
+        o, lse, S, z, scale = _by_logs(q, y, u, decay, S, z, scale, code)
+        if not normalise:
+            o, z = o * lse.exp()[..., None], None
+    elif causal:
+        o, S, z = Causal.apply(q, y, u, decay, S, z, turns, code, feature)
     else:
         turns_q, turns_k = (None if turns is None else turns[:, :, turns.shape[2] - size :] for size in (n, m))
-        o, S, z = full(q, y, u.to(wide), S, z, shift_q, shift, turns_q, turns_k, code, feature)
-    if shift_q is not None and shift is not None and not normalise:
-        # without a normaliser the shifts go back in; queries that are not the keys' tokens share one shift
-        o = o * (shift_q + (shift if n == m else shift[..., :1])).exp()[..., None] if m else o
-    S, z = S[:, :: H // heads].to(kept), None if z is None else z[:, :: H // heads, 0].to(kept)
-    return o.to(v.dtype), LinearState(S, z, log_scale)
+        o, S, z, scale = full(q, y, u, S, z, scale, turns_q, turns_k, code, feature)
+    S = S[:, :: H // heads].to(kept)
+    z, scale = (None if x is None else x[:, :: H // heads, 0].to(kept) for x in (z, scale))
+    return o.to(v.dtype), LinearState(S, z, scale)
+
+
+def attend_to_logs(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention by exp features, and log Σ_{j ≤ i, r} exp(q_ir + k_jr), −∞ where a row sees nothing.
+
+    q, k, v   (B, H, n, ·) in float32 or float64
+    segments  (B, n), each one run of tokens
+
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
+    >>> _, lse = attend_to_logs(q, k, v)
+    >>> torch.allclose(lse[:, :, 0], (q + k)[:, :, 0].logsumexp(-1), atol=1e-5)
+    True
+    """
+    code = None if segments is None else runs(segments)[0]
+    return _by_logs(q, k, v, None, None, None, None, code)[:2]
+
+
+@uncompiled
+def _by_logs(q, k, v, decay, S, z, scale, code):
+    """Output, logarithms of normalisers, and S (B, H, r, e), z and its scale (B, H, 1, r) after the last token."""
+    (B, H, _, r), e = q.shape, v.shape[-1]
+    S = v.new_zeros(B, H, r, e) if S is None else S
+    z = v.new_zeros(B, H, 1, r) if z is None else z
+    scale = v.new_full((B, H, 1, r), LOWEST) if scale is None else scale
+    if code is not None:
+        v = torch.where((code >= 0)[:, None, :, None], v, 0.0)
+    return CausalLogs.apply(q, k, v, decay, S, z, scale, code)
 
 
 def cancels(q: Tensor, log_decay: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ triton_backward.py have the programs, launches.py the sizes. There are one to th
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
                 decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t.
                           What a pair of tokens adds to both has to be the same number, rounded alike: see README.md
+        exp         rows whose normaliser is faint are taken again in log space (triton_rows.py)
     angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a in turn, made in registers;
                 their gradients are turned back there
     joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
@@ -41,7 +42,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear import launches, reference, triton_backward, triton_forward
-from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, runs, token_decay, turns_of
+from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, exp_state, runs, turns_of
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
@@ -52,7 +53,18 @@ WIDEST = 256
 
 
 def objections(
-    q, k, v, *, feature="identity", normalise=True, causal=True, log_decay=None, angles=None, segments=None, state=None
+    q,
+    k,
+    v,
+    *,
+    feature="identity",
+    normalise=True,
+    causal=True,
+    log_decay=None,
+    angles=None,
+    segments=None,
+    state=None,
+    stateful=True,
 ) -> list[str]:
     """Why the Triton kernels can't take these inputs, in sentences; an empty list if they can."""
     options = dict(feature=feature, normalise=normalise, causal=causal, log_decay=log_decay, angles=angles)
@@ -72,6 +84,8 @@ def objections(
         said.append("there is nothing to launch for an empty tensor.")
     if feature == "exp" and not normalise:
         said.append("exp features are shifted here, which only the normaliser takes out again.")
+    if feature == "exp" and (log_decay is not None or state is not None):
+        said.append("exp features are taken here without a decay and without a state before.")
     if segments is not None and not causal and bool((runs(segments)[0] > 0).any()):
         said.append("several segments in a row are taken only where causal is true.")
     return said
@@ -89,20 +103,18 @@ def chunked_linear(
     angles: Tensor | None = None,
     segments: Tensor | None = None,
     state: LinearState | None = None,
-) -> tuple[Tensor, LinearState]:
+    stateful: bool = True,
+) -> tuple[Tensor, LinearState | None]:
     """Linear attention and the state after the last token; the same call as `reference.chunked_linear`.
 
     Inputs are such that `objections` has none: the dispatcher has asked.
     """
     heads = k.shape[1] if log_decay is None else q.shape[1]
     code = None if segments is None else runs(segments)[0]
-    shift_q = shift_k = log_scale = None
+    shift_q = shift_k = None
     decay = log_decay
     if feature == "exp":
-        B, H, n, _ = q.shape
-        decay = token_decay(log_decay, code, B, H, n, torch.float32)
-        shifted = exp_shifts(q, k, causal, decay, code, state, heads)
-        shift_q, shift_k, log_scale, decay, state = shifted
+        shift_q, shift_k, decay = exp_shifts(q, k, causal, code)
     S, z = (None, None) if state is None else (state.S, state.z)
     q, k, v = packed(q), packed(k), packed(v)
     decay = None if decay is None else decay.float().contiguous()
@@ -113,12 +125,15 @@ def chunked_linear(
     plan = launches.plan(key, q, k, v, *kind)
     inputs = q, k, v, S, z, decay, code, shift_q, shift_k, *turns
     with on_device(q):
+        if feature == "exp":
+            o = _Outputs.apply(*inputs, plan, False) if learns(q, k, v) else _attend(plan, *inputs, False)[0]
+            return o, exp_state(k, v, code) if stateful else None
         if learns(q, k, v, S, z, decay):
             o, S, z = _Outputs.apply(*inputs, plan, True)
         else:
-            o, final, _ = _attend(plan, *inputs, True)
+            o, final, *_ = _attend(plan, *inputs, True)
             S, z = state_in(plan, final)
-    return o, LinearState(S, z, log_scale)
+    return o, LinearState(S, z)
 
 
 def again(
@@ -189,7 +204,7 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
 
 
 def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
-    """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspace."""
+    """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspaces."""
     o = tokens(plan.like_q, q, plan.e)
     work = launching.empty((plan.forward.size,), q)
     final = launching.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
@@ -218,7 +233,11 @@ def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k
     if plan.launches > 2:
         _scan_slots(plan, slots, keeps, end, plan.chunks_k, S is not None, False)
     launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, tq, dec, runs, held, keeps, sums, end), outputs)
-    return o, final, work
+    lse = flags = None
+    if plan.rows is not None:
+        lse, flags = plan.rows.workspace(q)
+        plan.rows.outputs(q, k, v, o, (q, q, q, q, q), runs, den, lse, flags)
+    return o, final, work, lse, flags
 
 
 class _Outputs(torch.autograd.Function):
@@ -228,8 +247,8 @@ class _Outputs(torch.autograd.Function):
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, plan, stateful):
         known = decay, code, shift_q, shift_k, turns_q, turns_k
         rehearse(_Outputs, ctx, plan.ready, q, k, v, S, z, *known, plan, stateful)
-        o, final, work = _attend(plan, q, k, v, S, z, *known, stateful)
-        ctx.save_for_backward(q, k, v, o, work, final, *known)
+        o, final, *work = _attend(plan, q, k, v, S, z, *known, stateful)
+        ctx.save_for_backward(q, k, v, o, *work, final, *known)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.given = plan, S is not None
         return (o, *state_in(plan, final)) if stateful else o
@@ -241,7 +260,7 @@ class _Outputs(torch.autograd.Function):
 
 def _pull_back(ctx, do, dS, dz):
     """The gradients of the inputs of `_Outputs`."""
-    q, k, v, o, work, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
+    q, k, v, o, work, lse, flags, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
     plan, given = ctx.plan, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else packed(do)
     dq = tokens(plan.like_q, q, plan.d)
@@ -309,6 +328,8 @@ def _pull_back(ctx, do, dS, dz):
         else:
             gradients("r", False, True, False)
             gradients("e", False, False, True)
+    if plan.rows is not None:
+        plan.rows.gradients(q, k, v, o, do, dq, dk, dv, (q, q, q, q, q), runs, den, lse, flags, q, key=incoming)
     ddecay = _clock_gradient(plan, gain, loss, final, dS, dz, decay, code) if clocked else None
     if plan.heads > plan.Hkv:
         dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))

@@ -1,8 +1,9 @@
 """One token of linear attention in plain torch, on any device, in any float type.
 
 S ← λ S + φ(k) vᵀ,  z ← λ z + φ(k),  o = Sᵀφ(q) / z·φ(q)
-exp features: with s the largest key so far,  S and z are kept times exp(−s)
-              S ← exp(s − s') S + exp(k − s') vᵀ,  s' = max(s, max k);  φ(q) = exp(q − max q)
+exp features: with s_r the largest key so far of each feature, S_r and z_r are kept times exp(−s_r)
+              S ← exp(s − s') S + exp(k − s') vᵀ,  s' = max(s, k);  φ(q) = exp(q + s' − max_r (q + s'))
+              the largest exp(q_r + k_r) of all keys is in the normaliser as 1
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def linear_step(
     v: Float[Tensor, "*#b 1 e"],
     S: Float[Tensor, "*b r e"],
     z: Float[Tensor, "*b r"] | None,
-    log_scale: Float[Tensor, "*b"] | None,
+    log_scale: Float[Tensor, "*b r"] | None,
     length: Int[Tensor, "*s"],
     *,
     feature: str = "identity",
@@ -52,13 +53,15 @@ def linear_step(
     q, k, v = (x.to(wide) for x in (q, k, v))
     lift = None
     if log_scale is not None:
-        top = q.amax(-1, keepdim=True)
-        before = log_scale.masked_fill(length == 0, -torch.inf)
-        log_scale = torch.maximum(before, k.amax((-2, -1)))
+        before = log_scale.masked_fill((length == 0)[..., None], -torch.inf)
+        if fade is not None:  # the scales fade, not the sums on them: what is left of a large key hides no later one
+            before, fade = before + fade.to(wide), None
+        log_scale = torch.maximum(before, k[..., 0, :])
         fall = (before - log_scale).exp()
-        S, z = S * fall[..., None, None], None if z is None else z * fall[..., None]
-        x, y = (q - top).exp(), (k - log_scale[..., None, None]).exp()
-        lift = top + log_scale[..., None, None]
+        S, z = S * fall[..., None], None if z is None else z * fall
+        x, y = q + log_scale[..., None, :], (k - log_scale[..., None, :]).exp()
+        lift = x.amax(-1, keepdim=True)
+        x = (x - lift).exp()
     else:
         x, y = FEATURES[feature](q), FEATURES[feature](k)
     if fade is not None:

@@ -65,7 +65,10 @@ def linear_step(
     q, k, v, S = (rows_of(x, 2) for x in (q, k, v, S))
     z = None if z is None else rows_of(z, 1)
     if log_scale is not None:  # before the first token there is none
-        log_scale = rows_of(log_scale.masked_fill(length == 0, -torch.inf), 0)
+        log_scale = log_scale.masked_fill((length == 0)[..., None], -torch.inf)
+        if fade is not None:  # the scales fade, not the sums on them
+            log_scale, fade = log_scale + fade, None
+        log_scale = rows_of(log_scale, 1)
     if fade is not None:
         fade = rows_of(fade.float(), 1)
     rows = prod(batch)
@@ -73,7 +76,7 @@ def linear_step(
     S_new = torch.empty(*batch, r, e, dtype=S.dtype, device=S.device)
     z_new, scale_new = (
         None if x is None else torch.empty(*batch, *x.shape[x.ndim - tail :], dtype=x.dtype, device=x.device)
-        for x, tail in ((z, 1), (log_scale, 0))
+        for x, tail in ((z, 1), (log_scale, 1))
     )
     R, E = (min(64, max(16, power(x))) for x in (r, e))
     given = (q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new)
@@ -103,11 +106,14 @@ def _phi(x, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, r, R: tl.constexpr):
+def _largest(q, k, before, r, R: tl.constexpr):
+    """max_r q_r + max(before_r, k_r)"""
     most = float("-inf")
     for at in range(0, r, R):
         c = at + tl.arange(0, R)
-        most = tl.maximum(most, tl.max(tl.load(x + c, mask=c < r, other=float("-inf")).to(tl.float32), 0))
+        scale = tl.load(before + c, mask=c < r, other=float("-inf"))
+        scale = tl.maximum(scale, tl.load(k + c, mask=c < r, other=float("-inf")).to(tl.float32))
+        most = tl.maximum(most, tl.max(tl.load(q + c, mask=c < r, other=0.0).to(tl.float32) + scale, 0))
     return most
 
 
@@ -125,14 +131,10 @@ def _step(
     u = tl.load(v + row * e + column, mask=column < e, other=0.0).to(tl.float32)
     keep = 1.0
     top = 0.0
-    scale = 0.0
     if FEATURE == "exp":
-        before = tl.load(log_scale + row)
-        top = _largest(q, r, R)
-        scale = tl.maximum(before, _largest(k, r, R))
-        keep = tl.exp(before - scale)
-        if part == 0:
-            tl.store(scale_new + row, scale)
+        log_scale += row * r
+        scale_new += row * r
+        top = _largest(q, k, log_scale, r, R)
     if FADE == 1:
         keep = keep * tl.exp(tl.load(fade + row))
     num = tl.zeros([E], tl.float32)
@@ -142,12 +144,17 @@ def _step(
         real = c < r
         x = tl.load(q + c, mask=real, other=0.0).to(tl.float32)
         y = tl.load(k + c, mask=real, other=0.0).to(tl.float32)
+        left = tl.zeros([R], tl.float32) + keep
         if FEATURE == "exp":
-            x, y = tl.exp(x - top), tl.exp(y - scale)
+            before = tl.load(log_scale + c, mask=real, other=0.0)
+            scale = tl.maximum(before, y)
+            x, y = tl.exp(tl.minimum(x + scale - top, 0.0)), tl.exp(y - scale)
+            left *= tl.exp(before - scale)
+            if part == 0:
+                tl.store(scale_new + c, scale, mask=real)
         else:
             x, y = _phi(x, FEATURE), _phi(y, FEATURE)
         x, y = tl.where(real, x, 0.0), tl.where(real, y, 0.0)
-        left = tl.zeros([R], tl.float32) + keep
         if FADE > 1:
             left *= tl.exp(tl.load(fade + row * FADE + c, mask=real, other=0.0))
         where = c[:, None] * e + column[None, :]
@@ -164,5 +171,5 @@ def _step(
         some = tl.abs(den) >= TINY
         num = tl.where(some, num / tl.where(some, den, 1.0), 0.0)
     elif FEATURE == "exp":
-        num = num * tl.exp(top + scale)
+        num = num * tl.exp(top)
     tl.store(out + row * e + column, num, mask=column < e)

@@ -1,10 +1,9 @@
 """Random feature attention on a CPU, the features made group by group: nothing of size n·r in memory.
 
-    features    x = 2^(q Wq + c − max),   y = 2^(k Wk + c + length − s),   all logarithms to base 2
-    causal      s_t the largest log of a key so far, so nothing looks ahead. Of the walk in chunked_linear:
-                W_ij = 2^(s_j − s_i),  into_i = 2^(s_before − s_i),
-                leave_j = 2^(s_j − s_last),  keep = 2^(s_before − s_last)
-    full        s the largest so far, block by block; the sums are scaled down where it grows
+    logarithms  a = q Wq + c,   b = k Wk + c + length,   to base 2
+    causal      the walk of chunked_linear/logs.py: a scale s_r for each feature, the largest key so far
+    full        x = 2^(a + s − max_r),  y = 2^(b − s):  s_r the largest key so far, block by block; the sums are scaled
+                down where it grows. The normaliser is ≥ 1: the largest a_ir + b_jr is in it as 2^0
     gradients   features are made again; dlog = φ ∘ dφ, dq = dlog Wqᵀ, dk = dlog Wkᵀ, dlength = Σ_r dlog
 
 The result does not depend on s: no gradient goes through it.
@@ -15,13 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heedful.kernels.chunked_linear import logs
 from heedful.kernels.chunked_linear.features import LOG2E, repeat
 from heedful.kernels.chunked_linear.groups import (
-    Weights,
-    backward_group,
     blocks_of,
     cut,
-    forward_group,
     groups_of,
     in_rows,
     inverse_of,
@@ -29,12 +26,10 @@ from heedful.kernels.chunked_linear.groups import (
     slabs,
     upstream,
 )
+from heedful.kernels.chunked_linear.logs import LOWEST
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.random_features import reference
 from heedful.kernels.uncompiled import uncompiled
-
-LOWEST = -(2.0**19)
-"""Below any logarithm that there is, and finite."""
 
 
 def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:
@@ -97,9 +92,8 @@ class _Map:
             return torch.addmm(self.own[0], x.flatten(0, 1), self.binary[0]).unflatten(0, x.shape[:2])
         return (x.unflatten(0, (-1, len(self.weight))) @ self.binary).add_(self.own[:, None]).flatten(0, 1)
 
-    def pulled(self, dphi: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of tokens and of their lengths from that of their features, which is overwritten."""
-        dlog = dphi.mul_(phi)
+    def pulled(self, dlog: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of tokens and of their lengths from that of the logarithms of their features."""
         if len(self.weight) == 1:
             dx = (dlog.flatten(0, 1) @ self.weight[0].mT).unflatten(0, dlog.shape[:2])
         else:
@@ -115,28 +109,23 @@ def _maps(rows: slice, query_weight: Tensor, key_weight: Tensor, own: Tensor) ->
     return _Map(query_weight, own), _Map(key_weight, own)
 
 
-def _queries(x: Tensor, of: _Map) -> Tensor:
-    logs = of.logs(x)
-    return logs.sub_(logs.amax(-1, keepdim=True)).exp2_()
+class _Made:
+    """Logarithms of features, made of tokens (rows, n, d)."""
 
+    binary = True
 
-def _keys(x: Tensor, length: Tensor, of: _Map, s: Tensor) -> tuple[Tensor, Weights, Tensor]:
-    """Features of a group of chunks, the weights that their shifts make, and the shift (rows, 1) after them."""
-    logs, rows, c = of.logs(x), len(s), x.shape[1]
-    top = logs.amax(-1, keepdim=True).add_(length).clamp_(LOWEST, -LOWEST)
-    highest = top.unflatten(0, (-1, rows)).transpose(0, 1).flatten(1).cummax(-1).values
-    s_t = cut(torch.maximum(highest, s), 0, highest.shape[1], c)
-    last = s_t[:, -1:]
-    before = torch.cat([s, last[:-rows]])
-    y = logs.add_(length - s_t[..., None]).exp2_()
-    lower = torch.ones(c, c, dtype=torch.bool).tril()
-    W = torch.where(lower, s_t[:, None, :] - s_t[..., None], -torch.inf).exp2_()
-    into, leave = (before - s_t).exp2_()[..., None], (s_t - last).exp2_()[..., None]
-    return y, Weights(W, into, leave, (before - last).exp2_()[..., None]), last[-rows:]
+    def __init__(self, q: Tensor, k: Tensor, length: Tensor, maps: tuple[_Map, _Map]):
+        self.q, self.k, self.length, self.maps = q, k, length, maps
+
+    def queries(self, at):
+        return self.maps[0].logs(cut(self.q, *at))
+
+    def keys(self, at):
+        return self.maps[1].logs(cut(self.k, *at)).add_(cut(self.length, *at))
 
 
 class _Causal(torch.autograd.Function):
-    """Keeps its inputs, its output, and a state and a shift a group."""
+    """Keeps its inputs, its output, and a state and its scale a group."""
 
     @staticmethod
     def forward(ctx, q, k, v, length, *weights):
@@ -144,9 +133,17 @@ class _Causal(torch.autograd.Function):
         given = in_rows(B, H, q, k, v, length[..., None] * LOG2E)
         out, inverse = v.new_empty(B * H, n, e), v.new_empty(B * H, n, 1)
         ctx.shape, ctx.met, first = (B, H), [], 0
-        for slab in slabs(*given, out, inverse, r=r):
-            maps = _maps(slice(first, first := first + len(slab[0])), *weights)
-            ctx.met.append(_forwards(*slab, maps=maps, keep=any(ctx.needs_input_grad)))
+        for q, k, v, length, o, over in slabs(*given, out, inverse, r=r):
+            made = _Made(q, k, length, _maps(slice(first, first := first + len(q)), *weights))
+            S, z, scale = v.new_zeros(len(q), r, e), v.new_zeros(len(q), 1, r), v.new_full((len(q), 1, r), LOWEST)
+            met = []
+            for at in groups_of(q, r):
+                if any(ctx.needs_input_grad):
+                    met.append((S, z, scale))
+                here, inverses, _, (S, z, scale) = logs.forward_group(made, at, cut(v, *at), (S, z, scale))
+                put(o, *at, here)
+                put(over, *at, inverses)
+            ctx.met.append(met)
         ctx.save_for_backward(*given, out, inverse, *weights)
         return out.unflatten(0, (B, H))
 
@@ -155,62 +152,40 @@ class _Causal(torch.autograd.Function):
         with as_given(dout):
             *given, out, inverse, query_weight, key_weight, own = ctx.saved_tensors
             (dout,) = in_rows(*ctx.shape, dout)
-            grads, first = [torch.empty_like(t) for t in given], 0
-            parts = slabs(*given, dout, out, inverse, *grads, r=own.shape[-1])
-            for slab, met in zip(parts, ctx.met, strict=True):
-                maps = _maps(slice(first, first := first + len(slab[0])), query_weight, key_weight, own)
-                _backwards(*slab, maps=maps, met=met)
+            grads, first, r = [torch.empty_like(t) for t in given], 0, own.shape[-1]
+            for slab, met in zip(slabs(*given, dout, out, inverse, *grads, r=r), ctx.met, strict=True):
+                q, k, v, length, do, o, over, dq, dk, dv, dl = slab
+                maps = _maps(slice(first, first := first + len(q)), query_weight, key_weight, own)
+                made = _Made(q, k, length, maps)
+                R, t = v.new_zeros(len(q), r, v.shape[-1]), v.new_zeros(len(q), 1, r)
+                for at, state in zip(reversed(groups_of(q, r)), reversed(met), strict=True):
+                    above = logs.upstream(cut(do, *at), None, cut(o, *at), cut(over, *at))
+                    da, db, dvs, R, t = logs.backward_group(made, at, cut(v, *at), above, state, R, t)
+                    put(dq, *at, maps[0].pulled(da)[0])
+                    for target, grad in zip((dk, dl), maps[1].pulled(db), strict=True):
+                        put(target, *at, grad)
+                    put(dv, *at, dvs)
             dq, dk, dv, dlength = (t.unflatten(0, ctx.shape) for t in grads)
             return dq, dk, dv, dlength[..., 0], None, None, None
 
 
-def _forwards(q, k, v, length, out, inverse, *, maps, keep: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Writes the output and the inverse of its normaliser; the state and the shift that each group meets."""
-    r, met = maps[0].own.shape[-1], []
-    S, z, s = q.new_zeros(len(q), r, v.shape[-1]), q.new_zeros(len(q), 1, r), q.new_full((len(q), 1), LOWEST)
-    for at in groups_of(q, r):
-        if keep:
-            met.append((S, z, s))
-        xs = _queries(cut(q, *at), maps[0])
-        ys, w, s = _keys(cut(k, *at), cut(length, *at), maps[1], s)
-        o, over, S, z = forward_group(xs, ys, cut(v, *at), w, S, z)
-        put(out, *at, o, over)
-        put(inverse, *at, over)
-    return met
-
-
-def _backwards(q, k, v, length, dout, out, inverse, dq, dk, dv, dlength, *, maps, met) -> None:
-    """Writes the gradients."""
-    r = maps[0].own.shape[-1]
-    R, t = q.new_zeros(len(q), r, v.shape[-1]), q.new_zeros(len(q), 1, r)
-    for at, (S, z, s) in zip(reversed(groups_of(q, r)), reversed(met), strict=True):
-        xs = _queries(cut(q, *at), maps[0])
-        ys, w, _ = _keys(cut(k, *at), cut(length, *at), maps[1], s)
-        gs, cs = upstream(*(cut(x, *at) for x in (dout, out, inverse)))
-        dx, dy, dvs, R, t = backward_group(xs, ys, cut(v, *at), gs, cs, w, (S, z), R, t)
-        put(dq, *at, maps[0].pulled(dx, xs)[0])
-        for target, grad in zip((dk, dlength), maps[1].pulled(dy, ys), strict=True):
-            put(target, *at, grad)
-        put(dv, *at, dvs)
-
-
 class _Full(torch.autograd.Function):
-    """Keeps its inputs, its output, the sums over all keys and their shift."""
+    """Keeps its inputs, its output, the sums over all keys and their scales."""
 
     @staticmethod
     def forward(ctx, q, k, v, length, *weights):
         (B, H, n, _), e, r = q.shape, v.shape[-1], weights[0].shape[-1]
         given = in_rows(B, H, q, k, v, length[..., None] * LOG2E)
-        S, z, s = v.new_zeros(B * H, r, e), v.new_zeros(B * H, 1, r), v.new_full((B * H, 1, 1), LOWEST)
+        S, z, s = v.new_zeros(B * H, r, e), v.new_zeros(B * H, 1, r), v.new_full((B * H, 1, r), LOWEST)
         out, inverse, first = v.new_empty(B * H, n, e), v.new_empty(B * H, n, 1), 0
         for q, k, v, length, S_, z_, s_, o, over in slabs(*given, S, z, s, out, inverse, r=r):
             of_queries, of_keys = _maps(slice(first, first := first + len(q)), *weights)
             for ks, vs, ls in blocks_of(k, v, length, r=r):
                 y, fade = _more_keys(ks, ls, of_keys, s_)
-                S_.mul_(fade).baddbmm_(y.mT, vs)
+                S_.mul_(fade.mT).baddbmm_(y.mT, vs)
                 z_.mul_(fade).add_(y.sum(-2, keepdim=True))
             for qs, os, overs in blocks_of(q, o, over, r=r):
-                x = _queries(qs, of_queries)
+                x = _queries(qs, of_queries, s_)
                 overs.copy_(inverse_of((x * z_).sum(-1, keepdim=True)))
                 torch.mul(torch.bmm(x, S_), overs, out=os)
         ctx.shape = B, H
@@ -233,24 +208,30 @@ class _Full(torch.autograd.Function):
             of_queries, of_keys = _maps(slice(first, first := first + len(q)), query_weight, key_weight, own)
             R, t = torch.zeros_like(S), torch.zeros_like(z)
             for qs, gs, cs, dqs in blocks_of(q, g_, c_, dq, r=r):
-                x = _queries(qs, of_queries)
+                x = _queries(qs, of_queries, s)
                 R.baddbmm_(x.mT, gs)
                 t.baddbmm_(cs.mT, x)
-                dqs.copy_(of_queries.pulled(torch.bmm(gs, S.mT).addcmul_(cs, z), x)[0])
+                dqs.copy_(of_queries.pulled(torch.bmm(gs, S.mT).addcmul_(cs, z).mul_(x))[0])
             for ks, vs, ls, dks, dvs, dls in blocks_of(k, v, length, dk, dv, dl, r=r):
-                y = of_keys.logs(ks).add_(ls - s).exp2_()
+                y = of_keys.logs(ks).add_(ls).sub_(s).exp2_()
                 dvs.copy_(torch.bmm(y, R))
-                for target, grad in zip((dks, dls), of_keys.pulled(torch.bmm(vs, R.mT).add_(t), y), strict=True):
+                dlog = torch.bmm(vs, R.mT).add_(t).mul_(y)
+                for target, grad in zip((dks, dls), of_keys.pulled(dlog), strict=True):
                     target.copy_(grad)
         dq, dk, dv, dlength = (t.unflatten(0, ctx.shape) for t in grads)
         return dq, dk, dv, dlength[..., 0], None, None, None
 
 
+def _queries(x: Tensor, of: _Map, s: Tensor) -> Tensor:
+    """Features of a block of queries, on the scales of the keys."""
+    a = of.logs(x).add_(s)
+    return a.sub_(a.amax(-1, keepdim=True)).exp2_()
+
+
 def _more_keys(x: Tensor, length: Tensor, of: _Map, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of a block of keys, and what is left of the sums so far; the shift s is raised in place."""
-    logs = of.logs(x)
-    top = logs.amax(-1, keepdim=True).add_(length).amax(-2, keepdim=True)
-    now = torch.maximum(s, top.clamp_(LOWEST, -LOWEST))
+    """Features of a block of keys, and what is left of the sums so far; the scales s are raised in place."""
+    b = of.logs(x).add_(length)
+    now = torch.maximum(s, b.amax(-2, keepdim=True))
     fade = (s - now).exp2_()
     s.copy_(now)
-    return logs.add_(length - now).exp2_(), fade
+    return b.sub_(now).exp2_(), fade

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
+from heedful.kernels.chunked_linear.triton_rows import rows_of
 from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, columns, over, precision
 from heedful.kernels.random_features import triton_forward
@@ -93,6 +94,10 @@ class Plan:
             KV=self.KV,
         )
         self.ready: dict = {}
+        sizes = dict(n=self.n, m=self.m, d=self.d, r=weight.shape[-1], e=self.e)
+        names = "WEIGHTS", "CAUSAL", "SPLIT", "OPERAND", "PRECISION", "D", "M", "E", "H", "KV"
+        own = {x: self.shared[x] for x in names}
+        self.rows = rows_of(self.ready, sizes, MADE=True, BIASED=biased, dtype=q.dtype, **own)
 
     def span(self, name, n, rows) -> int:
         """Tokens a chunk: one block where causal, else as many as leave enough chunks."""

@@ -18,6 +18,7 @@ reach device memory.
                 queries   dfq = D fk + into (g Sᵀ − δ zᵀ),  D = w ∘ (g vᵀ − δ 1ᵀ);   dq = (dfq ∘ fq) Wqᵀ
                 dk, dv    dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
                           dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
+    rare rows   where den is faint, o and the gradients are those of log space (chunked_linear/triton_rows.py)
     moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
     precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
                 a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, six products of bfloat16 for
@@ -90,7 +91,7 @@ def random_features(
 
 
 class _Attention(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the state before each block and five numbers a token and head."""
+    """The launches joined: keeps q, k, v, o, the state before each block and six numbers a token and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal):
@@ -127,13 +128,16 @@ class _Attention(torch.autograd.Function):
         slots, sums = plan.join(KV, slots, sums, levels, False)
         pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
         plan.launch("outputs", triton_forward.outputs, plan.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
-        ctx.save_for_backward(q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums)
+        lse, flags = plan.rows.workspace(q)
+        plan.rows.outputs(q, k, v, o, (Wq, Wk, c, peaks, tops), q, den, lse, flags)
+        known = peaks_q, den, peaks, tops, climbs, levels, slots, sums, lse, flags
+        ctx.save_for_backward(q, k, v, o, Wq, Wk, c, *known)
         ctx.plan = plan
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums = ctx.saved_tensors
+        q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums, lse, flags = ctx.saved_tensors
         plan, do = ctx.plan, packed(do)
         B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
         key = do.dtype, do.stride(), do.data_ptr() % 16 == 0
@@ -159,6 +163,8 @@ class _Attention(torch.autograd.Function):
         for name in ("dk", "dv"):
             own = dict(BIASED=plan.biased, DK=name == "dk", DV=name == "dv")
             plan.launch(name, triton_backward.keys, plan.blocks_k, H, pointers, numbers, key, **own)
+        made = Wq, Wk, c, peaks, tops
+        plan.rows.gradients(q, k, v, o, do, dq, dk, dv, made, q, den, lse, flags, shares, plan.half, key)
         if H > KV:
             dk, dv = (x.unflatten(1, (KV, -1)).sum(2).to(q.dtype) for x in (dk, dv))
         dbias = None
