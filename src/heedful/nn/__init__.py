@@ -4,14 +4,32 @@ from heedful.nn.attention import Attention
 from heedful.nn.multihead import MultiheadAttention
 from heedful.nn.projections import FrozenProjection, Gaussian, Hadamard, LoRA, Orthogonal
 from heedful.nn.rope import Rope
+from heedful.nn.transformer import (
+    LEARNED,
+    Counts,
+    Heads,
+    Sinusoidal,
+    Transformer,
+    adapted,
+    count_weights,
+    trained,
+)
 
 __all__ = [
+    "LEARNED",
     "Attention",
+    "Counts",
     "FrozenProjection",
     "Gaussian",
     "Hadamard",
+    "Heads",
     "LoRA",
     "MultiheadAttention",
     "Orthogonal",
     "Rope",
+    "Sinusoidal",
+    "Transformer",
+    "adapted",
+    "count_weights",
+    "trained",
 ]
