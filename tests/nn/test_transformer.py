@@ -126,6 +126,30 @@ def test_word_based_heads_follow_the_words_of_each_batch():
     assert not torch.allclose(by_word, by_token, atol=1e-3)
 
 
+@pytest.mark.parametrize("by_word", [False, True])
+def test_fixed_heads_in_one_product_are_the_fixed_patterns(by_word):
+    kinds = ("current", "previous", "next", "left", "right", "start", "end", "last")
+    heads = h.nn.FixedHeads(kinds, words=torch.zeros(1, dtype=torch.long) if by_word else None)
+    for lengths in ((5, 9, 1), (9, 2, 6)):  # the second batch must not get the first one's matrix
+        v = torch.randn(3, 8, 9, 4, dtype=torch.float64, requires_grad=True)
+        segments = h.segments.from_lengths(torch.tensor(lengths), 9)[:, None]
+        words = torch.randint(3, (3, 1, 9)).cumsum(-1) if by_word else None
+        if by_word:
+            heads.words = words
+        wanted = torch.cat(
+            [
+                h.FixedPattern(kind, words=words)(x, x, x, segments=segments)
+                for kind, x in zip(kinds, v.split(1, 1), strict=True)
+            ],
+            1,
+        )
+        for _ in range(2):
+            found = heads(v, v, v, segments=segments)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        ours, theirs = (torch.autograd.grad(out.square().sum(), v, retain_graph=True)[0] for out in (found, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
 def test_xavier_has_the_variance_of_the_text():
     torch.manual_seed(0)
     model = h.nn.Transformer(10, 256, encoder=[h.nn.LEARNED])

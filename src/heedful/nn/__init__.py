@@ -1,6 +1,7 @@
 """Layers: projections around a mechanism."""
 
 from heedful.nn.attention import Attention
+from heedful.nn.fixed_heads import FixedHeads
 from heedful.nn.multihead import MultiheadAttention
 from heedful.nn.projections import FrozenProjection, Gaussian, Hadamard, LoRA, Orthogonal
 from heedful.nn.rope import Rope
@@ -19,6 +20,7 @@ __all__ = [
     "LEARNED",
     "Attention",
     "Counts",
+    "FixedHeads",
     "FrozenProjection",
     "Gaussian",
     "Hadamard",

@@ -22,6 +22,7 @@ from torch import nn
 from heedful.core import Mechanism
 from heedful.mechanisms import FixedPattern, Mixture, Softmax
 from heedful.nn.attention import Attention, HeadProjection
+from heedful.nn.fixed_heads import FixedHeads
 from heedful.nn.projections import FrozenProjection, LoRA, seeds
 from heedful.nn.rope import Rope
 from heedful.patterns import Causal, Full, Pattern
@@ -34,7 +35,7 @@ class Heads:
     """A group of neighbouring heads of one layer.
 
     count       how many
-    mechanism   any Mechanism, copied for each layer; exact softmax by default, causal in a decoder
+    mechanism   any Mechanism, copied for each layer if it has parameters; exact softmax by default, causal in a decoder
     qk          builds their query and key projections, as in Attention; learned by default
     v           builds their value projection; learned by default
     """
@@ -323,7 +324,7 @@ def _attention(
     groups = list(groups)
     heads = sum(group.count for group in groups)
     head_dim = width // heads if head_dim is None else head_dim
-    each = [Softmax(pattern) if group.mechanism is None else deepcopy(group.mechanism) for group in groups]
+    each = [Softmax(pattern) if group.mechanism is None else _own(group.mechanism) for group in groups]
     mechanism = each[0] if len(groups) == 1 else Mixture(each, [group.count for group in groups])
 
     def learned(width_in: int, width_out: int, fan_out: int = head_dim) -> nn.Linear:
@@ -382,5 +383,10 @@ def _share(stack: nn.ModuleList, names: Sequence[str]) -> None:
 def _give_words(layer: Attention, words: Int[Tensor, "b n"]) -> None:
     """Tell the word ids of this batch to the fixed patterns that count words."""
     for part in layer.mechanism.modules():
-        if isinstance(part, FixedPattern) and part.words is not None:
+        if isinstance(part, FixedPattern | FixedHeads) and part.words is not None:
             part.words = words[:, None, :]
+
+
+def _own(mechanism: Mechanism) -> Mechanism:
+    """The mechanism for one more layer: a copy where it learns, itself where nothing of it belongs to a layer."""
+    return deepcopy(mechanism) if any(True for _ in mechanism.parameters()) else mechanism

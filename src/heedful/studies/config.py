@@ -13,8 +13,8 @@ import torch
 
 from heedful.core import Mechanism
 from heedful.feature_maps import Elu1
-from heedful.mechanisms import FixedPattern, Linear, Softmax
-from heedful.nn import Gaussian, Hadamard, Heads, Orthogonal, Transformer, adapted, trained
+from heedful.mechanisms import Linear, Softmax
+from heedful.nn import FixedHeads, Gaussian, Hadamard, Heads, Orthogonal, Transformer, adapted, trained
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features import FavorPlus
 
@@ -34,7 +34,7 @@ QK: dict[str, Any] = {
 class Group:
     """Neighbouring heads of a layer.
 
-    mechanism   softmax, linear, favor+, window, token:KIND or word:KIND, KIND one of FixedPattern's
+    mechanism   softmax, linear, favor+, window; or the kinds of fixed patterns of the heads, after token: or word:
     qk, v       a scheme of QK
     """
 
@@ -124,15 +124,19 @@ def build(model: Model, vocabulary: int) -> Transformer:
 def _mechanism(group: Group, causal: bool, head_dim: int) -> Mechanism:
     name, _, kind = group.mechanism.partition(":")
     pattern: Pattern = Causal() if causal else Full()
-    if name == "word":  # the ids of each batch take the place of this one
-        return FixedPattern(kind, words=torch.zeros(1, dtype=torch.long))
+    kinds = kind.split()
+    if name in ("token", "word") and len(kinds) != group.count:
+        raise ValueError(
+            f"mechanism: {group.mechanism!r} names {len(kinds)} kinds, expected one for each of {group.count}."
+        )
     known: dict[str, Callable[[], Mechanism]] = {
         "softmax": lambda: Softmax(pattern),
         "window": lambda: Softmax(Window(16) if causal else Window(16, 16)),
         "linear": lambda: Linear(Elu1(), pattern),
         "favor+": lambda: Linear(FavorPlus(head_dim, 64), pattern),
-        "token": lambda: FixedPattern(kind),
+        "token": lambda: FixedHeads(kinds),
+        "word": lambda: FixedHeads(kinds, words=torch.zeros(1, dtype=torch.long)),  # those of each batch replace them
     }
     if name not in known:
-        raise ValueError(f"mechanism: {group.mechanism!r}, expected one of {', '.join(known)} or word:KIND.")
+        raise ValueError(f"mechanism: {group.mechanism!r}, expected one of {', '.join(known)}.")
     return known[name]()

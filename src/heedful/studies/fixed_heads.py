@@ -7,7 +7,6 @@ to learn; decoder and cross-attention learn all of theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from heedful.studies.config import Group, Model, Run, Training
 
@@ -24,19 +23,24 @@ smaller on unseen packages."""
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end")
 
+
+def fixed(count: str, kinds: Iterable[str]) -> Group:
+    """Fixed heads of these kinds, which count tokens ("token") or words ("word")."""
+    kinds = tuple(kinds)
+    return Group(len(kinds), f"{count}:{' '.join(kinds)}")
+
+
 CELLS: dict[str, Model] = {
     "8L": Model(),
-    "7Ftoken+1L": Model(encoder=(*(Group(1, f"token:{kind}") for kind in KINDS), Group(1))),
-    "7Fword+1L": Model(encoder=(*(Group(1, f"word:{kind}") for kind in KINDS), Group(1))),
-    "8F": Model(encoder=(*(Group(1, f"token:{kind}") for kind in KINDS), Group(1, "token:last"))),
+    "7Ftoken+1L": Model(encoder=(fixed("token", KINDS), Group(1))),
+    "7Fword+1L": Model(encoder=(fixed("word", KINDS), Group(1))),
+    "8F": Model(encoder=(fixed("token", (*KINDS, "last")),)),
     "1L": Model(encoder=(Group(1),)),
 }
 """8F has the last token as its eighth head. The head of 1L is as wide as one of eight: 7F+1L without the seven."""
 
 LEFT_OUT = {
-    f"7Ftoken+1L without {kind}": replace(
-        CELLS["7Ftoken+1L"], encoder=(*(Group(1, f"token:{other}") for other in KINDS if other != kind), Group(1))
-    )
+    f"7Ftoken+1L without {kind}": Model(encoder=(fixed("token", (x for x in KINDS if x != kind)), Group(1)))
     for kind in KINDS
 }
 """Each fixed head left out in turn."""

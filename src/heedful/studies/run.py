@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
+from tokenizers import Tokenizer
 
 from heedful.studies import fixed_heads, frozen_projections, measure
 from heedful.studies.config import Run
@@ -61,8 +62,6 @@ def hardware(device: torch.device) -> dict[str, str]:
 
 
 def _text(folder: Path, sentences: list[list[int]]) -> list[str]:
-    from tokenizers import Tokenizer
-
     return Tokenizer.from_file(str(folder / "tokenizer.json")).decode_batch(sentences)
 
 
