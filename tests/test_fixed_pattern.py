@@ -16,7 +16,6 @@ from heedful.kernels.prefix.reference import weighted_mean
 from heedful.mechanisms.fixed_pattern import KINDS, FixedPattern, StreamingFixedPattern
 from heedful.segments import from_lengths
 from heedful.testing import CHECKS, Case, DoesNotApply
-from heedful.testing.case import separate
 
 EDGES = [(kind, {}) for kind in KINDS] + [("previous", {"edge": "first"})]
 EDGE_IDS = [kind + (", first" if options else "") for kind, options in EDGES]
@@ -79,18 +78,17 @@ def test_previous_may_attend_itself_in_row_zero():
 @pytest.mark.parametrize("kind", KINDS)
 def test_words_are_neighbours_as_written_out(kind):
     x, want = draw(6, 3), normalised(WORD_FIGURE[kind])
-    mechanism = FixedPattern(kind, words=torch.tensor(WORDS))
-    torch.testing.assert_close(mechanism.matrix(x, x), want, rtol=0, atol=1e-15)
-    torch.testing.assert_close(mechanism(x, x, torch.eye(6).double()), want, rtol=0, atol=1e-15)
-    assert not isinstance(mechanism, h.RecurrentMechanism)
+    mechanism, words = FixedPattern(kind), torch.tensor(WORDS)
+    torch.testing.assert_close(mechanism.matrix(x, x, words=words), want, rtol=0, atol=1e-15)
+    torch.testing.assert_close(mechanism(x, x, torch.eye(6).double(), words=words), want, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(("kind", "options"), EDGES, ids=EDGE_IDS)
 @pytest.mark.parametrize("n", [1, 3, 70])
 def test_words_of_one_token_are_tokens(kind, options, n):
     x = draw(2, n, 4)
-    mechanism = FixedPattern(kind, words=torch.arange(n), **options)
-    torch.testing.assert_close(mechanism(x, x, x), FixedPattern(kind, **options)(x, x, x), rtol=0, atol=1e-13)
+    mechanism = FixedPattern(kind, **options)
+    torch.testing.assert_close(mechanism(x, x, x, words=torch.arange(n)), mechanism(x, x, x), rtol=0, atol=1e-13)
 
 
 def layouts():
@@ -111,14 +109,16 @@ def test_segments_and_words_are_those_of_the_definition(kind, options, layout, b
     _, n, segments = layout
     q, k, v, g = draw(4, 2, n, 3), draw(4, 2, 90, 3), draw(4, 2, 90, 5, seed=1), draw(4, 2, n, 5, seed=2)
     words = torch.tensor([3, 1, 4])[torch.arange(90) * 7 // 11 % 3].expand(4, 1, 90) if by_word else None
-    mechanism = FixedPattern(kind, words=words, **options)
+    mechanism, given = FixedPattern(kind, **options), {"segments": segments, "words": words}
     v.requires_grad_()
-    got, want = mechanism(q, k, v, segments=segments), mechanism.matrix(q, k, segments=segments) @ v
+    got, want = mechanism(q, k, v, **given), mechanism.matrix(q, k, **given) @ v
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
     for one, other in zip(*(torch.autograd.grad(x, v, g) for x in (got, want)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    A = mechanism.operator(q, k, segments=segments)
-    torch.testing.assert_close(A.mT @ g, A.to_dense().mT @ g, rtol=0, atol=1e-12)
+    A = mechanism.operator(q, k, **given)
+    torch.testing.assert_close(A @ v, want, rtol=0, atol=1e-13)
+    torch.testing.assert_close(A.mT @ g, mechanism.matrix(q, k, **given).mT @ g, rtol=0, atol=1e-12)
+    torch.testing.assert_close(h.row_statistics(A).total.double(), A.to_dense().sum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,14 +126,13 @@ def test_words_in_a_packed_batch_are_those_of_the_separate_sequences(kind):
     ids = torch.tensor([[0, 1] * 4 + [1, 1, -1], [-1, 2, 2, 2, 2, 2, 5, 5, 5, -1, -1]])
     words = torch.tensor([[0, 0, 0, 0, 1, 0, 1, 2, 2, 2, 2], [9, 9, 9, 1, 1, 2, 2, 2, 3, 3, 3]])
     x = draw(2, 1, 11, 4)
-    got = FixedPattern(kind, words=words[:, None])(x, x, x, segments=ids[:, None])
+    got = FixedPattern(kind)(x, x, x, segments=ids[:, None], words=words[:, None])
     for row in range(2):
         for segment in (0, 1, 2, 5):
             at = (ids[row] == segment).nonzero()[:, 0]
             if len(at):
-                alone = FixedPattern(kind, words=words[row, at])
                 one = x[row : row + 1, :, at]
-                want = separate(alone, one, one, one, *[torch.zeros(1, len(at))] * 2)
+                want = FixedPattern(kind).matrix(one, one, words=words[row, at]) @ one
                 torch.testing.assert_close(got[row : row + 1, :, at], want, rtol=0, atol=1e-14)
 
 
@@ -143,9 +142,9 @@ def test_nan_in_padding_stays_there(kind, by_word):
     ids = from_lengths(torch.tensor([0, 3, 50, 64]), 64)[:, None]
     clean = draw(4, 2, 64, 3)
     dirty = torch.where((ids < 0)[..., None], torch.nan, clean).requires_grad_()
-    mechanism = FixedPattern(kind, words=torch.arange(64) // 3 if by_word else None)
-    out = mechanism(dirty, dirty, dirty, segments=ids)
-    assert torch.equal(out, mechanism(clean, clean, clean, segments=ids))
+    mechanism, words = FixedPattern(kind), torch.arange(64) // 3 if by_word else None
+    out = mechanism(dirty, dirty, dirty, segments=ids, words=words)
+    assert torch.equal(out, mechanism(clean, clean, clean, segments=ids, words=words))
     assert not out.mT[0].any()
     (grad,) = torch.autograd.grad(out.sum(), dirty)
     assert torch.isfinite(grad).all() and not grad[(ids < 0).expand(4, 2, 64)].any()
@@ -202,12 +201,10 @@ def test_a_capability_is_a_type():
         streams = (kind, options) in STREAMING
         assert isinstance(mechanism, FixedPattern)
         assert isinstance(mechanism, h.RecurrentMechanism) == streams == mechanism.pattern.is_causal
-        for words in (None, torch.arange(6) // 2):
-            mechanism = FixedPattern(kind, words=words, **options)
-            assert isinstance(mechanism, StreamingFixedPattern) == (streams and words is None)
-            for other in (copy.deepcopy(mechanism), pickle.loads(pickle.dumps(mechanism))):
-                x = draw(6, 2)
-                assert type(other) is type(mechanism) and torch.equal(other(x, x, x), mechanism(x, x, x))
+        assert isinstance(mechanism, StreamingFixedPattern) == streams
+        for other in (copy.deepcopy(mechanism), pickle.loads(pickle.dumps(mechanism))):
+            x = draw(6, 2)
+            assert type(other) is type(mechanism) and torch.equal(other(x, x, x), mechanism(x, x, x))
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -286,8 +283,8 @@ def test_annotations_hold():
     x, ids = draw(2, 3, 40, 4), torch.tensor([0] * 20 + [1] * 15 + [-1] * 5)
     for kind in KINDS:
         for words in (None, torch.arange(40) // 3):
-            FixedPattern(kind, words=words)(x, x, x, segments=ids)
-            FixedPattern(kind, words=words)(x, x, x)
+            FixedPattern(kind)(x, x, x, segments=ids, words=words)
+            FixedPattern(kind)(x, x, x, words=words)
 
 
 def test_mistakes_are_named():
@@ -298,17 +295,141 @@ def test_mistakes_are_named():
         FixedPattern("previous", edge="wrap")
     with pytest.raises(ValueError, match='"first" is for kind "previous"'):
         FixedPattern("next", edge="first")
-    with pytest.raises(TypeError, match="words: expected an integer tensor"):
-        FixedPattern("left", words=[0, 0, 1])
-    with pytest.raises(TypeError, match="words: expected an integer tensor"):
-        FixedPattern("left", words=torch.ones(6))
+    with pytest.raises(TypeError, match=r"words: given to the constructor, expected with the call: .*words=ids"):
+        FixedPattern("left", words=torch.arange(6))
+    for words in ([0, 0, 1], torch.ones(6), torch.ones(6, dtype=torch.bool), torch.tensor(3)):
+        with pytest.raises(TypeError, match="words: expected an integer tensor"):
+            FixedPattern("left")(x, x, x, words=words)
     for words in (torch.arange(5), torch.arange(12).reshape(2, 6)):
-        for call in (lambda a: a(x, x, x), lambda a: a.matrix(x, x)):
+        for call in (
+            lambda w: FixedPattern("left")(x, x, x, words=w),
+            lambda w: FixedPattern("left").matrix(x, x, words=w),
+            lambda w: FixedPattern("left").operator(x, x, words=w) @ x,
+        ):
             with pytest.raises(ValueError, match=r"words: shape .*expected one id for each of the 6 keys"):
-                call(FixedPattern("left", words=words))
-    streaming = FixedPattern("left")
-    streaming.words = torch.arange(6)
-    with pytest.raises(TypeError, match="words: set on a mechanism that streams"):
-        streaming(x, x, x)
+                call(words)
+    for mechanism in (h.Mixture([h.Softmax(), h.Linear(), h.Softmax()]), h.Sum(h.Softmax(), h.Linear())):
+        for call in (
+            lambda a: a(x, x, x, words=torch.arange(6)),
+            lambda a: a.matrix(x, x, words=torch.arange(6)),
+            lambda a: a.operator(x, x, words=torch.arange(6)),
+        ):
+            with pytest.raises(TypeError, match=r"words: given to (Streaming)?(Mixture|Sum).*FixedPattern"):
+                call(mechanism)
     with pytest.raises(ValueError, match="6 queries for 5 keys"):
         FixedPattern("next")(x, x[..., 1:, :], x[..., 1:, :])
+
+
+# Words belong to a batch, not to a mechanism.
+
+BATCHES = torch.tensor([[0, 0, 1, 2, 2, 2], [0, 1, 2, 2, 3, 4]]), torch.arange(14).reshape(2, 7) // 3
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    heads = [FixedPattern(kind) for kind in ("current", "previous", "left")] + [h.Softmax(h.Full())]
+    return h.nn.Attention(16, 4, h.Mixture(heads), dtype=torch.float64, **options)
+
+
+def test_word_ids_travel_with_the_call_and_never_enter_a_checkpoint():
+    """Two batches of other lengths and words through one layer, whose checkpoint loads into another after either."""
+    trained, fresh = layer(), layer()
+    names = set(trained.state_dict())
+    assert names == {"q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"}
+    for words in BATCHES:
+        x = draw(2, words.shape[-1], 16)
+        out = trained(x, words=words)
+        assert set(trained.state_dict()) == names and not list(trained.mechanism.buffers())
+        fresh.load_state_dict(trained.state_dict())
+        assert torch.equal(fresh(x, words=words), out)
+        assert not torch.equal(fresh(x), out)  # words do have a say
+        v = trained.v_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        for head, kind in enumerate(("current", "previous", "left")):  # against the definition, head by head
+            A = FixedPattern(kind).matrix(x, x, words=words)
+            by_hand = torch.zeros_like(v)
+            by_hand[:, head] = A @ v[:, head]
+            alone = torch.zeros_like(v)
+            q, k, _ = trained._project(x, x, torch.arange(x.shape[1]), torch.arange(x.shape[1]))
+            alone[:, head] = trained.mechanism(q, k, v, words=words[:, None])[:, head]
+            torch.testing.assert_close(alone, by_hand, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("prefix", ["", "mechanism.parts.1."])
+def test_a_checkpoint_that_holds_the_words_of_a_batch_loads(prefix):
+    """Earlier releases kept them in a buffer; the ids are ignored."""
+    module = FixedPattern("previous") if not prefix else layer()
+    old = {**module.state_dict(), f"{prefix}words": BATCHES[0]}
+    assert module.load_state_dict(old) == ([], [])
+    assert f"{prefix}words" not in module.state_dict()
+    with pytest.raises(RuntimeError, match="wordz"):
+        module.load_state_dict({**old, f"{prefix}wordz": BATCHES[0]})
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_mixture_and_a_sum_hand_words_to_the_parts_that_take_them(kv_heads):
+    words = BATCHES[0][:, None] if kv_heads == 4 else BATCHES[0][:, None, None]
+    q, k, v = draw(2, 4, 6, 3), draw(2, kv_heads, 6, 3, seed=1), draw(2, kv_heads, 6, 5, seed=2)
+    parts = [FixedPattern("current"), h.Linear(pattern=h.Full()), FixedPattern("left"), FixedPattern("left")]
+    if kv_heads == 2:
+        q, k, v = h.group_heads(q, k, v)
+    mixture = h.Mixture(parts, kv_heads=None if kv_heads == 4 else 2)
+    total = h.Sum(FixedPattern("next"), h.Softmax(h.Full()), weights=[0.3, 0.7])
+    ids = torch.tensor([0, 0, 0, 0, 1, 1])
+    for mechanism in (mixture, total):
+        A = mechanism.matrix(q, k, words=words, segments=ids)
+        torch.testing.assert_close(mechanism(q, k, v, words=words, segments=ids), A @ v, rtol=0, atol=1e-13)
+        operator = mechanism.operator(q, k, words=words, segments=ids)
+        torch.testing.assert_close(operator.mT @ (A @ v), A.mT @ (A @ v), rtol=0, atol=1e-13)
+        assert not torch.equal(A, mechanism.matrix(q, k, segments=ids))
+        assert mechanism.explain(q, k, v, words=words)
+    alone = FixedPattern("current").matrix(q, k, words=words)
+    got = mixture.matrix(q, k, words=words)
+    assert torch.equal(got[:, 0] if kv_heads == 4 else got[:, 0, 0], alone[:, 0] if kv_heads == 4 else alone[:, 0, 0])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_takes_words(batch_first, need_weights):
+    torch.manual_seed(0)
+    made = h.nn.MultiheadAttention(
+        12, 2, batch_first=batch_first, mechanism=FixedPattern("next"), bias=False, dtype=torch.float64
+    )
+    x = draw(2, 6, 12)
+    given = x if batch_first else x.transpose(0, 1)
+    out, weights = made(given, given, given, need_weights=need_weights, words=BATCHES[0])
+    A = FixedPattern("next").matrix(x, x, words=BATCHES[0])
+    want = (A[:, None] @ made._heads(given, given, given)[2]).transpose(1, 2).flatten(-2) @ made.out_proj.weight.mT
+    torch.testing.assert_close(out if batch_first else out.transpose(0, 1), want, rtol=0, atol=1e-13)
+    if need_weights:
+        torch.testing.assert_close(weights, A, rtol=0, atol=1e-15)
+    with pytest.raises(ValueError, match=r"words: shape \(7,\), expected an integer tensor \(2, 6\)"):
+        made(given, given, given, words=torch.arange(7))
+    with pytest.raises(ValueError, match="words: given with is_causal=True"):
+        made(given, given, given, words=BATCHES[0], is_causal=True)
+    with pytest.raises(TypeError, match="words: given without a mechanism"):
+        h.nn.MultiheadAttention(12, 2)(x, x, x, words=BATCHES[0])
+
+
+def test_a_layer_without_word_based_heads_refuses_words():
+    x = draw(2, 6, 16)
+    with pytest.raises(TypeError, match=r"words: given to Softmax.*expected a heedful.FixedPattern"):
+        h.nn.Attention(16, 4, dtype=torch.float64)(x, words=BATCHES[0])
+    with pytest.raises(ValueError, match=r"words: shape \(2, 7\), expected \(2, 6\)"):
+        layer()(x, words=BATCHES[1])
+    with pytest.raises(TypeError, match=r"words: torch\.float32, expected an integer tensor of word ids"):
+        layer()(x, words=torch.ones(2, 6))
+
+
+def test_a_layer_with_words_compiles():
+    x, made = draw(2, 6, 16), layer()
+    torch._dynamo.reset()
+    try:
+        got = torch.compile(made, backend="aot_eager")(x, words=BATCHES[0])
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(got, made(x, words=BATCHES[0]), rtol=0, atol=1e-14)
+
+
+def test_a_tree_belongs_to_no_checkpoint_either():
+    made = h.nn.Attention(16, 4, h.TreeSoftmax([1, -1, 1], radius=1))
+    assert not any(name.startswith("mechanism") for name in made.state_dict())

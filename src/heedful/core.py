@@ -114,6 +114,13 @@ class Mechanism(nn.Module, ABC):
         """
         return (True,) * heads
 
+    def takes_words(self) -> bool:
+        """Whether `forward` and `matrix` take `words=`, the word ids of the keys.
+
+        Override where A depends on words, as that of `FixedPattern` does. Like segments they travel with the call.
+        """
+        return False
+
     def products(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -164,8 +171,12 @@ class Mechanism(nn.Module, ABC):
         return f"{type(self).__name__}: plain torch, no kernel to choose"
 
     @final
-    def operator(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> AttentionOperator:
+    def operator(
+        self, q: Tensor, k: Tensor, *, segments: Segments | None = None, words: Tensor | None = None
+    ) -> AttentionOperator:
         """A(q, k) as a linear operator that is never formed."""
+        if words is not None:
+            return _OnWords(self, words).operator(q, k, segments=segments)
         check_inputs(q, k, segments=segments, pattern=self.pattern)
         apply, adjoint = self.products(q, k, segments=segments)
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
@@ -200,6 +211,34 @@ class Mechanism(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return repr(self.pattern)
+
+
+class _OnWords(Mechanism):
+    """A mechanism and the word ids of one batch, behind an operator: ids are no parameter and no buffer."""
+
+    def __init__(self, mechanism: Mechanism, words: Tensor):
+        check_takes_words(mechanism)
+        super().__init__(mechanism.pattern | Full())  # a row sees whole words, their later tokens too
+        self.mechanism = mechanism
+        self.words = words
+
+    def forward(self, q, k, v, *, segments=None):
+        return self.mechanism(q, k, v, segments=segments, words=self.words)
+
+    def matrix(self, q, k, *, segments=None):
+        return self.mechanism.matrix(q, k, segments=segments, words=self.words)  # type: ignore[call-arg]
+
+    def cost(self, dims: Dims) -> Cost:
+        return self.mechanism.cost(dims)
+
+
+def check_takes_words(mechanism: Mechanism) -> None:
+    """Raise unless `mechanism` takes word ids."""
+    if not mechanism.takes_words():
+        raise TypeError(
+            f"words: given to {type(mechanism).__name__}, which does not take word ids; expected a "
+            "heedful.FixedPattern, or a Mixture or Sum with one among its parts."
+        )
 
 
 class RecurrentMechanism(Mechanism):

@@ -300,12 +300,12 @@ def test_layers_of_a_model_hand_on_the_same_tensor_of_segments():
             seen.append(segments)
             return super().forward(q, k, v, segments=segments)
 
-    layers = [h.nn.Attention(8, heads=2, mechanism=Watched(h.Full())) for _ in range(2)]
-    x, ids = torch.randn(3, 5, 8), h.segments.from_lengths(torch.tensor([5, 2, 4]), 5)
+    layers = [Attention(8, heads=2, mechanism=Watched(Full())) for _ in range(2)]
+    x, ids = torch.randn(3, 5, 8), from_lengths(torch.tensor([5, 2, 4]), 5)
     for layer in layers:
         layer(x, segments=ids)
         layer(x, x, segments=(ids, ids))
     assert all(part is seen[0] for given in seen for part in (given if isinstance(given, tuple) else (given,)))
-    ids = h.segments.from_lengths(torch.tensor([1, 2, 3]), 5)
+    ids = from_lengths(torch.tensor([1, 2, 3]), 5)
     layers[0](x, segments=ids)
     assert torch.equal(seen[-1], ids[:, None])

@@ -116,35 +116,32 @@ def test_a_padded_batch_gives_what_separate_sentences_give(heads, positions):
 def test_word_based_heads_follow_the_words_of_each_batch():
     words = torch.tensor([[0, 0, 1, 1, 1, 2]])
     kinds = ("current", "previous", "next", "left", "right", "start", "end")
-    placeholder = torch.zeros(1, dtype=torch.long)
-    model = both([*(h.nn.Heads(1, h.FixedPattern(kind, words=placeholder)) for kind in kinds), h.nn.Heads(1)])
+    model = both([h.nn.Heads(7, h.nn.FixedHeads(kinds, words=True)), h.nn.Heads(1)])
     source = torch.randint(VOCABULARY, (1, 6))
-    by_word = model.encode(source, words=words)
     each_its_own = model.encode(source, words=torch.arange(6)[None])
-    by_token = both([*FIXED, h.nn.Heads(1)]).encode(source)
-    torch.testing.assert_close(each_its_own, by_token, rtol=0, atol=2e-5)
-    assert not torch.allclose(by_word, by_token, atol=1e-3)
+    by_word = model.encode(source, words=words)
+    patterns = both([*FIXED, h.nn.Heads(1)])
+    torch.testing.assert_close(each_its_own, patterns.encode(source), rtol=0, atol=2e-5)
+    torch.testing.assert_close(by_word, patterns.encode(source, words=words), rtol=0, atol=2e-5)
+    assert not torch.allclose(by_word, each_its_own, atol=1e-3)
+    with pytest.raises(ValueError, match="none given"):
+        model.encode(source)
 
 
 @pytest.mark.parametrize("by_word", [False, True])
 def test_fixed_heads_in_one_product_are_the_fixed_patterns(by_word):
     kinds = ("current", "previous", "next", "left", "right", "start", "end", "last")
-    heads = h.nn.FixedHeads(kinds, words=torch.zeros(1, dtype=torch.long) if by_word else None)
+    heads = h.nn.FixedHeads(kinds, words=by_word)
     for lengths in ((5, 9, 1), (9, 2, 6)):  # the second batch must not get the first one's matrix
         v = torch.randn(3, 8, 9, 4, dtype=torch.float64, requires_grad=True)
         segments = h.segments.from_lengths(torch.tensor(lengths), 9)[:, None]
-        words = torch.randint(3, (3, 1, 9)).cumsum(-1) if by_word else None
+        given = {"segments": segments}
         if by_word:
-            heads.words = words
-        wanted = torch.cat(
-            [
-                h.FixedPattern(kind, words=words)(x, x, x, segments=segments)
-                for kind, x in zip(kinds, v.split(1, 1), strict=True)
-            ],
-            1,
-        )
+            given["words"] = torch.randint(3, (3, 1, 9)).cumsum(-1)
+        each = zip(kinds, v.split(1, 1), strict=True)
+        wanted = torch.cat([h.FixedPattern(kind)(x, x, x, **given) for kind, x in each], 1)
         for _ in range(2):
-            found = heads(v, v, v, segments=segments)
+            found = heads(v, v, v, **given)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
         ours, theirs = (torch.autograd.grad(out.square().sum(), v, retain_graph=True)[0] for out in (found, wanted))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)

@@ -14,6 +14,7 @@
 
 i, j and the length L count tokens of one segment. With `words` they count words where a row looks for its neighbours:
 current, previous and next are uniform over a word's tokens, left and right keep two words apart instead of two tokens.
+Word ids belong to a batch, so they come with each call, as segments do; `cost` is that of a call without them.
 """
 
 from __future__ import annotations
@@ -63,23 +64,35 @@ class FixedPattern(Mechanism):
     left, and previous with edge="first") also go token by token: they are `StreamingFixedPattern`s.
 
     kind    current, previous, next, left, right, start, end or last
-    words   ids of the words that tokens belong to, (*batch, m), broadcast like segments; equal ids side by side in a
-            segment are one word. They belong to one batch: build another mechanism, which is cheap, for the next one
     edge    whom row 0 of "previous" attends: the "last" token of its sequence as in the paper, or the "first", itself
+
+    `forward`, `matrix`, `operator` and `explain` take `words`, the ids of the words that tokens belong to: (*batch, m),
+    broadcast like segments; equal ids side by side in a segment are one word. A row then sees whole words, their later
+    tokens too, also under the kinds that stream; prefill and step take no words.
+
+    >>> words = torch.tensor([0, 1, 1, 2])  # four tokens in three words
+    >>> h.FixedPattern("current").matrix(x, x, words=words)
+    tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+            [0.0000, 0.5000, 0.5000, 0.0000],
+            [0.0000, 0.5000, 0.5000, 0.0000],
+            [0.0000, 0.0000, 0.0000, 1.0000]])
+
+    A checkpoint holds no word ids. One of an earlier release may (an entry `words`): it loads, and they are ignored.
     """
 
-    words: Tensor | None
-
-    def __new__(cls, kind: str, *, words: Tensor | None = None, edge: Literal["last", "first"] = "last"):
-        streams = words is None and (kind in ("current", "left") or (kind == "previous" and edge == "first"))
+    def __new__(cls, kind: str, *, edge: Literal["last", "first"] = "last", words: None = None):
+        streams = kind in ("current", "left") or (kind == "previous" and edge == "first")
         return super().__new__(StreamingFixedPattern if streams and cls is FixedPattern else cls)
 
     def __getnewargs_ex__(self):  # pickle and copy make the same choice again
-        return (self.kind,), {"words": self.words, "edge": self.edge}
+        return (self.kind,), {"edge": self.edge}
 
-    def __init__(
-        self, kind: str, *, words: Int[Tensor, "*#b m"] | None = None, edge: Literal["last", "first"] = "last"
-    ):
+    def __init__(self, kind: str, *, edge: Literal["last", "first"] = "last", words: None = None):
+        if words is not None:
+            raise TypeError(
+                "words: given to the constructor, expected with the call: FixedPattern(kind)(q, k, v, words=ids). Word "
+                "ids belong to one batch, so the mechanism does not keep them."
+            )
         if kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}.")
         if edge not in ("last", "first"):
@@ -88,26 +101,26 @@ class FixedPattern(Mechanism):
             raise ValueError(
                 f'edge: "first" is for kind "previous", whose row 0 has none before it; got kind {kind!r}.'
             )
-        if words is not None and (not isinstance(words, Tensor) or words.is_floating_point() or words.ndim < 1):
-            given = f"{words.dtype} {tuple(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
-            raise TypeError(
-                f"words: expected an integer tensor (*batch, tokens) of word ids, got {given}. Likely cause: a "
-                "tokenizer's word_ids(), a list with None at special tokens: give those an id of their own."
-            )
         super().__init__(Causal() if isinstance(self, RecurrentMechanism) else _Aligned())
         self.kind = kind
         self.edge = edge
-        self.register_buffer("words", words)
 
-    def matrix(self, q, k, *, segments=None):
-        self._check(q, k, None, segments)
+    def takes_words(self):
+        return True
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict.pop(f"{prefix}words", None)  # word ids of one batch, which earlier releases kept
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def matrix(self, q, k, *, segments=None, words=None):
+        self._check(q, k, None, segments, words)
         n, m = q.shape[-2], k.shape[-2]
         layout = resolve(segments, n, m, q.device)
         ids, where = layout.key_ids, layout.key_positions
         i, j = layout.query_positions[..., :, None], where[..., None, :]
         sees = (layout.query_ids[..., :, None] == ids[..., None, :]) & (layout.query_ids[..., :, None] >= 0)
         L = sees.sum(-1, keepdim=True)
-        U, u, K = (i, j, L) if self.words is None else _count_words(self.words, ids, where, sees & (i == j), sees)
+        U, u, K = (i, j, L) if words is None else _count_words(words, ids, where, sees & (i == j), sees)
         one = torch.ones((), dtype=torch.float64, device=q.device)
         match self.kind:
             case "current":
@@ -134,35 +147,34 @@ class FixedPattern(Mechanism):
     def reads_qk(self, heads):
         return (False,) * heads
 
-    def forward(self, q, k, v, *, segments=None):
-        self._check(q, k, v, segments)
+    def forward(self, q, k, v, *, segments=None, words=None):
+        self._check(q, k, v, segments, words)
+        words = self._words(words)
         n, m = q.shape[-2], k.shape[-2]
         shape = (*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), n, v.shape[-1])
         if 0 in shape or m == 0:
             rows = v.new_zeros(shape)
-        elif segments is None and self.kernel_kind is not None:
+        elif segments is None and words is None:
             rows = fixed_heads(v, (self.kernel_kind,), n)
         else:
-            rows = self._by_segment(v, resolve(segments, n, m, v.device))
+            rows = self._by_segment(v, resolve(segments, n, m, v.device), words)
         if rows.shape != shape:
             rows = rows.expand(shape).clone()
         return _unread(rows, q, k)
 
-    def _words(self) -> Tensor | None:
+    def _words(self, words: Tensor | None) -> Tensor | None:
         """Word ids, for the kinds that ask for them."""
-        return None if self.kind in ("start", "end", "last") else self.words
+        return None if self.kind in ("start", "end", "last") else words
 
     @property
-    def kernel_kind(self) -> str | None:
-        """What `kernels/fixed_heads` calls this head; None where words make it another."""
-        if self._words() is not None:
-            return None
+    def kernel_kind(self) -> str:
+        """What `kernels/fixed_heads` calls this head, without words."""
         return "earlier" if self.edge == "first" else self.kind
 
-    def _by_segment(self, v: Float[Tensor, "*b m e"], layout: Layout) -> Tensor:
+    def _by_segment(self, v: Float[Tensor, "*b m e"], layout: Layout, words: Int[Tensor, "*#b m"] | None) -> Tensor:
         """The same under segments and words: with keys in the order of their segments, each row is one place."""
         m = v.shape[-2]
-        order, ids, words, query_ids, query_positions = _in_order(layout, self._words())
+        order, ids, words, query_ids, query_positions = _in_order(layout, words)
         at = torch.arange(m, device=v.device)
         opens = _differs(ids)
         breaks = torch.ones_like(opens) if words is None else opens | _differs(words)
@@ -171,7 +183,7 @@ class FixedPattern(Mechanism):
         row = _places(self.kind, self.edge, lo, hi, lo + query_positions, *_extent(breaks))
         row = row.clamp(0, m - 1)
         some = ((query_ids >= 0) & (lo <= hi))[..., None]
-        if not self._sums() and self.kind != "last":
+        if not self._sums(words) and self.kind != "last":
             return torch.where(some, _take(v, order.gather(-1, row)), 0)
         wide = torch.promote_types(v.dtype, torch.float32)
         x = torch.where((ids >= 0)[..., None], _take(v, order).to(wide), 0)
@@ -187,26 +199,30 @@ class FixedPattern(Mechanism):
             x = weighted_prefix_mean(x, (at == here).double(), first=opens, reverse=self.kind != "start")
         return torch.where(some, _take(x, row).to(v.dtype), 0)
 
-    def _sums(self) -> bool:
+    def _sums(self, words: Tensor | None) -> bool:
         """Rows are means, not single tokens."""
-        return self.kind in ("left", "right", "start", "end") or self._words() is not None
+        return self.kind in ("left", "right", "start", "end") or words is not None
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None, words: Tensor | None = None
+    ) -> None:
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
-        if self.words is None:
+        if words is None:
             return
-        if isinstance(self, RecurrentMechanism):
+        if not isinstance(words, Tensor) or words.is_floating_point() or words.dtype == torch.bool or words.ndim < 1:
+            given = f"{words.dtype} {tuple(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
             raise TypeError(
-                "words: set on a mechanism that streams, expected as an argument: FixedPattern(…, words=…)."
+                f"words: expected an integer tensor (*batch, tokens) of word ids, got {given}. Likely cause: a "
+                "tokenizer's word_ids(), a list with None at special tokens: give those an id of their own."
             )
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         try:
-            fits = broadcast_shapes(self.words.shape[:-1], batch) == batch
+            fits = broadcast_shapes(words.shape[:-1], batch) == batch
         except RuntimeError:
             fits = False
-        if not fits or self.words.shape[-1] != k.shape[-2]:
+        if not fits or words.shape[-1] != k.shape[-2]:
             raise ValueError(
-                f"words: shape {tuple(self.words.shape)}, expected one id for each of the {k.shape[-2]} keys, (*batch, "
+                f"words: shape {tuple(words.shape)}, expected one id for each of the {k.shape[-2]} keys, (*batch, "
                 f"{k.shape[-2]}) with batch axes that broadcast to {tuple(batch)}. Likely cause: ids of another batch, "
                 "or a (B, m) tensor for (B, H, m, d) inputs, which needs a head axis: words[:, None]."
             )
@@ -214,23 +230,23 @@ class FixedPattern(Mechanism):
     def cost(self, dims: Dims) -> Cost:
         if self.kind in ("start", "end"):
             terms = dims.m
-        elif self.kind in ("left", "right") or self._words() is not None:
-            tokens = dims.n if self.kind == "right" and self.words is None else dims.m
+        elif self.kind in ("left", "right"):
+            tokens = dims.n if self.kind == "right" else dims.m
             terms = tokens * (min(BLOCK, tokens) + 2)
         else:
             terms = 0
         return Cost(flops=2 * dims.batch * terms * dims.e, bytes=dims.io_bytes)
 
-    def explain(self, q, k, v, *, segments=None):
-        if segments is None and self.kernel_kind is not None:
+    def explain(self, q, k, v, *, segments=None, words=None):
+        words = self._words(words)
+        if segments is None and words is None:
             return fixed_heads.explain(v, (self.kernel_kind,), q.shape[-2])
-        if self._sums():
+        if self._sums(words):
             return weighted_prefix_mean.explain(v, torch.ones(v.shape[-2], device=v.device))
         return super().explain(q, k, v, segments=segments)
 
     def extra_repr(self) -> str:
-        parts = [self.kind] + ['edge="first"'] * (self.edge == "first") + ["words"] * (self.words is not None)
-        return ", ".join(parts)
+        return self.kind + (', edge="first"' if self.edge == "first" else "")
 
 
 def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from operator import or_
+from typing import Any
 
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
 from heedful.inputs import check_inputs
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
@@ -89,31 +90,35 @@ class Mixture(Mechanism):
         """How many heads there are."""
         return sum(self.groups)
 
-    def forward(self, q, k, v, *, segments=None):
-        self._check(q, k, v, segments=segments)
-        alone = segments is not None or self.kv_heads is not None
-        if self.fixed is not None and not alone and not self._has_words():
+    def takes_words(self):
+        return any(part.takes_words() for part, _ in self._sized())
+
+    def forward(self, q, k, v, *, segments=None, words=None):
+        self._check(q, k, v, segments=segments, words=words)
+        alone = segments is not None or words is not None or self.kv_heads is not None
+        if self.fixed is not None and not alone:
             return heads_together(self.fixed, q, k, v)
         outs: list[Tensor] = []
-        for fixed, run in groupby(self._pieces(), lambda piece: not alone and _is_fixed(piece[0])):
+        for fixed, run in groupby(self._pieces(), lambda piece: not alone and isinstance(piece[0], FixedPattern)):
             pieces = list(run)
             if fixed and len(pieces) > 1:  # fixed heads side by side, whatever their kinds
                 heads = slice(pieces[0][2].start, pieces[-1][2].stop)
                 each = ((part, own.stop - own.start) for part, _, own in pieces if isinstance(part, FixedPattern))
-                kinds = tuple(str(part.kernel_kind) for part, size in each for _ in range(size))
+                kinds = tuple(part.kernel_kind for part, size in each for _ in range(size))
                 outs.append(heads_together(kinds, *(_take(x, -3, heads) for x in (q, k, v))))
             else:
-                outs += [part(*qkv, segments=ids) for part, qkv, ids in self._split(segments, q, k, v, pieces=pieces)]
+                split = self._split(segments, q, k, v, pieces=pieces, words=words)
+                outs += [part(*qkv, **given) for part, qkv, given in split]
         return self._join(outs)
 
-    def matrix(self, q, k, *, segments=None):
-        self._check(q, k, segments=segments)
-        return self._join([part.matrix(*qk, segments=ids) for part, qk, ids in self._split(segments, q, k)])
+    def matrix(self, q, k, *, segments=None, words=None):
+        self._check(q, k, segments=segments, words=words)
+        return self._join([part.matrix(*qk, **given) for part, qk, given in self._split(segments, q, k, words=words)])
 
     def products(self, q, k, *, segments=None):
         self._check(q, k, segments=segments)
         adjoints: list[Callable[[Tensor], Tensor]] = [
-            part.products(*qk, segments=ids)[1] for part, qk, ids in self._split(segments, q, k)
+            part.products(*qk, **given)[1] for part, qk, given in self._split(segments, q, k)
         ]
 
         def adjoint(y):
@@ -126,12 +131,11 @@ class Mixture(Mechanism):
         if self.kv_heads is not None:  # the pieces of a table of heads do not join along one axis
             return super().row_sums(q, k, request, segments=segments)
         found = []
-        for (first, size), (part, (own_q, own_k), ids) in zip(self._runs(), self._split(segments, q, k), strict=True):
+        for (first, size), (part, (own_q, own_k), given) in zip(self._runs(), self._split(segments, q, k), strict=True):
             heads = slice(first, first + size)
-            given = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into", "values")}
-            given["down"] = None if request.down is None else request.down[..., heads, :]
-            own = replace(request, **given)
-            found.append(part.row_sums(own_q, own_k, own, segments=ids))
+            asked = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into", "values")}
+            asked["down"] = None if request.down is None else request.down[..., heads, :]
+            found.append(part.row_sums(own_q, own_k, replace(request, **asked), **given))
         return RowSums.join(found, max(q.ndim, k.ndim) - 3)
 
     def cost(self, dims: Dims) -> Cost:
@@ -155,16 +159,19 @@ class Mixture(Mechanism):
             )
         return tuple(reads for part, size in self._sized() for reads in part.reads_qk(size)) * (heads // self.heads)
 
-    def explain(self, q, k, v, *, segments=None):
-        self._check(q, k, v, segments=segments)
+    def explain(self, q, k, v, *, segments=None, words=None):
+        self._check(q, k, v, segments=segments, words=words)
         lines = []
-        for (first, size), (part, qkv, ids) in zip(self._runs(), self._split(segments, q, k, v), strict=True):
+        split = self._split(segments, q, k, v, words=words)
+        for (first, size), (part, qkv, given) in zip(self._runs(), split, strict=True):
             name = f"head {first}" if size == 1 else f"heads {first} to {first + size - 1}"
-            lines += [f"{name}: {line}" for line in part.explain(*qkv, segments=ids).splitlines()]
+            lines += [f"{name}: {line}" for line in part.explain(*qkv, **given).splitlines()]
         return "\n".join(lines)
 
-    def _check(self, *qkv, segments=None) -> None:
+    def _check(self, *qkv, segments=None, words=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        if words is not None:
+            check_takes_words(self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         if self.kv_heads is None and batch[-1:] == (self.heads,):
             return
@@ -185,10 +192,6 @@ class Mixture(Mechanism):
                 "another number of heads, heads that were not split, or grouped queries (B, groups, per group, n, d), "
                 "for which the mixture names all heads and kv_heads=groups, or the heads of one group alone."
             )
-
-    def _has_words(self) -> bool:
-        """Whether a fixed head was given words since; asked in each call, so past the module's own slow way to them."""
-        return any(part._buffers["words"] is not None for part in self.parts)
 
     def _sized(self) -> Iterator[tuple[Mechanism, int]]:
         for part, size in zip(self.parts, self.groups, strict=True):
@@ -213,9 +216,16 @@ class Mixture(Mechanism):
             yield rows.start * width + columns.start, (rows.stop - rows.start) * (columns.stop - columns.start)
 
     def _split(
-        self, segments: Segments | None, *tensors: Tensor, pieces: Iterable[Piece] | None = None
-    ) -> Iterator[tuple[Mechanism, list[Tensor], Segments | None]]:
-        """Each part with its heads of the tensors and of the segments; an axis of 1 serves all."""
+        self,
+        segments: Segments | None,
+        *tensors: Tensor,
+        pieces: Iterable[Piece] | None = None,
+        words: Tensor | None = None,
+    ) -> Iterator[tuple[Mechanism, list[Tensor], dict[str, Any]]]:
+        """Each part with its heads of the tensors, of the segments and, where it takes them, of the words.
+
+        An axis of 1 serves all heads.
+        """
         for part, rows, columns in self._pieces() if pieces is None else pieces:
 
             def take(x: Tensor, tail: int, rows: slice = rows, columns: slice = columns) -> Tensor:
@@ -226,7 +236,10 @@ class Mixture(Mechanism):
                 ids: Segments | None = (take(segments[0], 1), take(segments[1], 1))
             else:
                 ids = None if segments is None else take(segments, 1)
-            yield part, [take(x, 2) for x in tensors], ids
+            given: dict[str, Any] = {"segments": ids}
+            if isinstance(words, Tensor) and part.takes_words():
+                given["words"] = take(words, 1)
+            yield part, [take(x, 2) for x in tensors], given
 
     def _join(self, outs: list[Tensor]) -> Tensor:
         """The heads of all pieces again."""
@@ -249,7 +262,7 @@ class StreamingMixture(Mixture, RecurrentMechanism):
 
     def prefill(self, q, k, v, *, segments=None):
         self._check(q, k, v, segments=segments)
-        results = [part.prefill(*qkv, segments=ids) for part, qkv, ids in self._split_streams(segments, q, k, v)]
+        results = [part.prefill(*qkv, **given) for part, qkv, given in self._split_streams(segments, q, k, v)]
         return self._join([out for out, _ in results]), tuple(state for _, state in results)
 
     def step(self, state: tuple[State, ...], q, k, v):
@@ -260,10 +273,10 @@ class StreamingMixture(Mixture, RecurrentMechanism):
 
     def _split_streams(
         self, segments: Segments | None, *tensors: Tensor
-    ) -> Iterator[tuple[RecurrentMechanism, list[Tensor], Segments | None]]:
-        for part, own, ids in self._split(segments, *tensors):
+    ) -> Iterator[tuple[RecurrentMechanism, list[Tensor], dict[str, Any]]]:
+        for part, own, given in self._split(segments, *tensors):
             assert isinstance(part, RecurrentMechanism)
-            yield part, own, ids
+            yield part, own, given
 
 
 def check_parts(mechanisms: Sequence[Mechanism]) -> None:
@@ -299,16 +312,9 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
 
 
 def _kinds(parts: Sequence[Mechanism], sizes: Sequence[int]) -> tuple[str, ...] | None:
-    """What `kernels/fixed_heads` calls each head, where all of them are fixed and none has words."""
-    if not all(isinstance(part, FixedPattern) and part.words is None for part in parts):
-        return None
+    """What `kernels/fixed_heads` calls each head, where all of them are fixed."""
     fixed = [(part, size) for part, size in zip(parts, sizes, strict=True) if isinstance(part, FixedPattern)]
-    return tuple(str(part.kernel_kind) for part, size in fixed for _ in range(size))
-
-
-def _is_fixed(part: nn.Module) -> bool:
-    """Neighbours of which this is true go together, whatever their kinds."""
-    return isinstance(part, FixedPattern) and part.kernel_kind is not None
+    return tuple(part.kernel_kind for part, size in fixed for _ in range(size)) if len(fixed) == len(parts) else None
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
 from heedful.inputs import check_inputs
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -102,13 +102,16 @@ class Sum(Mechanism):
         w = w if w.ndim == 2 else w[:, None]
         return self._gated(w)[..., None, None] if like.ndim > 2 else self._gated(w)[..., None]
 
-    def forward(self, q, k, v, *, segments=None):
-        self._check(q, k, v, segments=segments)
-        return self._add(part(q, k, v, segments=segments) for part in self._parts())
+    def takes_words(self):
+        return any(part.takes_words() for part in self._parts())
 
-    def matrix(self, q, k, *, segments=None):
-        self._check(q, k, segments=segments)
-        parts = [part.matrix(q, k, segments=segments) for part in self._parts()]
+    def forward(self, q, k, v, *, segments=None, words=None):
+        self._check(q, k, v, segments=segments, words=words)
+        return self._add(part(q, k, v, segments=segments, **_for(part, words)) for part in self._parts())
+
+    def matrix(self, q, k, *, segments=None, words=None):
+        self._check(q, k, segments=segments, words=words)
+        parts = [part.matrix(q, k, segments=segments, **_for(part, words)) for part in self._parts()]
         return torch.stack([g * A for g, A in zip(self._factors(parts[0]), parts, strict=True)]).sum(0)
 
     def reads_qk(self, heads):
@@ -130,9 +133,10 @@ class Sum(Mechanism):
             state=sum(states) if isinstance(self, RecurrentMechanism) else None,
         )
 
-    def explain(self, q, k, v, *, segments=None):
-        self._check(q, k, v, segments=segments)
-        lines = [part.explain(q, k, v, segments=segments).splitlines() for part in self._parts()]
+    def explain(self, q, k, v, *, segments=None, words=None):
+        self._check(q, k, v, segments=segments, words=words)
+        told = (part.explain(q, k, v, segments=segments, **_for(part, words)) for part in self._parts())
+        lines = [one.splitlines() for one in told]
         return "\n".join(f"part {at}: {line}" for at, part in enumerate(lines) for line in part)
 
     def _parts(self) -> Iterator[Mechanism]:
@@ -150,8 +154,10 @@ class Sum(Mechanism):
         assert total is not None
         return total.to(dtype)
 
-    def _check(self, *qkv, segments=None) -> None:
+    def _check(self, *qkv, segments=None, words=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern)
+        if words is not None:
+            check_takes_words(self)
         batch = broadcast_shapes(*(x.shape[:-2] for x in qkv))
         heads = self.weights.shape[1] if self.weights.ndim == 2 else 1
         if heads > 1 and batch[-1:] != (heads,):
@@ -164,6 +170,11 @@ class Sum(Mechanism):
     def extra_repr(self) -> str:
         fixed = "" if isinstance(self.weights, nn.Parameter) else "fixed "
         return f"{fixed}weights {tuple(self.weights.shape)}" + (f", gate={self.gate!r}" if self.gate else "")
+
+
+def _for(part: Mechanism, words: Tensor | None) -> dict[str, Tensor]:
+    """Word ids as an argument, for a part that takes them."""
+    return {"words": words} if words is not None and part.takes_words() else {}
 
 
 class StreamingSum(Sum, RecurrentMechanism):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from heedful.core import Mechanism, RecurrentMechanism, State, group_heads
+from heedful.core import Mechanism, RecurrentMechanism, State, check_takes_words, group_heads
 from heedful.mechanisms import Linformer, Softmax
 from heedful.nn.projections import seeds
 from heedful.nn.rope import Rope
@@ -147,14 +147,26 @@ class Attention(nn.Module):
         context: Float[Tensor, "*b m context"] | None = None,
         *,
         segments: Segments | None = None,
+        words: Int[Tensor, "*s m"] | None = None,
     ) -> Float[Tensor, "*b n embed"]:
         """Attention of x to itself, or to the context.
 
         segments are those of x, (*b, n); with a context they are a pair, ids of x and ids of the context. Under a
         pattern that knows positions, and for a rope, x is the last n positions of the context, as after a cache.
+
+        words are the word ids of the tokens attended to, (*b, m), for a mechanism with word-based heads.
+
+        >>> import torch, heedful as h
+        >>> heads = h.Mixture([h.FixedPattern("previous"), h.FixedPattern("next"), h.Softmax(h.Full())])
+        >>> layer = h.nn.Attention(24, heads=3, mechanism=heads)
+        >>> layer(torch.randn(2, 5, 24), words=torch.tensor([[0, 1, 1, 2, 3], [0, 0, 0, 1, 1]])).shape
+        torch.Size([2, 5, 24])
         """
         self._check(x, context, segments)
         context = x if context is None else context
+        if words is not None:
+            check_takes_words(self.mechanism)
+            _check_ids("words", words, context)
         if segments is None and self._mixes_first(context.shape[-2]):
             return self._join(self._mixed(x, context))
         where = None, None
@@ -162,7 +174,8 @@ class Attention(nn.Module):
             layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
             where = layout.query_positions, layout.key_positions
         q, k, v = self._project(x, context, *where)
-        return self._join(self.mechanism(q, k, v, segments=self._with_heads(segments)))
+        given = {} if words is None else {"words": self._with_heads(words)}
+        return self._join(self.mechanism(q, k, v, segments=self._with_heads(segments), **given))
 
     def prefill(
         self, x: Float[Tensor, "*b n embed"], *, segments: Int[Tensor, "*s n"] | None = None
@@ -249,7 +262,7 @@ class Attention(nn.Module):
         return self.out_proj(out.transpose(-3, -2).flatten(-2))
 
     def _with_heads(self, segments: Segments | None) -> Segments | None:
-        """Segments with the head axes that the mechanism sees."""
+        """Segments, or word ids, with the head axes that the mechanism sees."""
         axes = 1 if self.kv_heads == self.heads else 2
         if isinstance(segments, tuple):
             return _spaced(segments[0], axes), _spaced(segments[1], axes)
@@ -363,10 +376,12 @@ def _check_tokens(name: str, x: Tensor, width: int) -> None:
 def _check_ids(name: str, ids: Tensor, tokens: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(
-            f"{name}: {given}, expected an integer tensor of segment ids (negative: padding). A boolean mask becomes "
-            "one with heedful.segments.from_mask(mask)."
+        ids_of = (
+            "word ids"
+            if name == "words"
+            else "segment ids (negative: padding). A boolean mask becomes one with heedful.segments.from_mask(mask)"
         )
+        raise TypeError(f"{name}: {given}, expected an integer tensor of {ids_of}.")
     wanted = tuple(tokens.shape[:-1])
     axes = zip(reversed(ids.shape[:-1]), reversed(wanted[:-1]), strict=False)
     if ids.ndim > len(wanted) or ids.shape[-1:] != wanted[-1:] or any(given not in (1, size) for given, size in axes):

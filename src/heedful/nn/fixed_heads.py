@@ -31,42 +31,54 @@ class FixedHeads(Mechanism):
     True
 
     kinds   one kind of FixedPattern for each head
-    words   ids of words, as in FixedPattern; a Transformer replaces them by those of each batch
+    words   whether the heads count words: then the call must give the ids of words, as for FixedPattern
     """
 
-    words: Tensor | None
-
-    def __init__(self, kinds: Sequence[str], *, words: Tensor | None = None):
+    def __init__(self, kinds: Sequence[str], *, words: bool = False):
         super().__init__((FixedPattern("next")).pattern)
         for kind in kinds:
             FixedPattern(kind)  # an unknown kind is refused here
         self.kinds = tuple(kinds)
-        self.register_buffer("words", words, persistent=False)
+        self.words = words
         self._kept: tuple[list[Tensor], tuple, Tensor] | None = None
 
-    def matrix(self, q, k, *, segments=None):
+    def takes_words(self):
+        return self.words
+
+    def matrix(self, q, k, *, segments=None, words=None):
+        self._check_words(words)
         parts = [
-            FixedPattern(kind, words=self.words).matrix(_head(q, at), _head(k, at), segments=segments)
+            FixedPattern(kind).matrix(_head(q, at), _head(k, at), segments=segments, words=words)
             for at, kind in enumerate(self.kinds)
         ]
         return torch.cat(parts, -3)
 
-    def forward(self, q, k, v, *, segments=None):
+    def forward(self, q, k, v, *, segments=None, words=None):
         check_inputs(q, k, v, segments=segments, pattern=self.pattern)
-        return self._matrix_of_batch(q, k, v.dtype, segments) @ v
+        self._check_words(words)
+        return self._matrix_of_batch(q, k, v.dtype, segments, words) @ v
+
+    def _check_words(self, words: Tensor | None) -> None:
+        if self.words != (words is not None):
+            given, wanted = ("none", "word ids") if self.words else ("word ids", "none")
+            raise ValueError(
+                f"words: {given} given, expected {wanted}: these heads were built with words={self.words}."
+            )
 
     @torch.no_grad()
-    def _matrix_of_batch(self, q: Tensor, k: Tensor, dtype: torch.dtype, segments: Segments | None) -> Tensor:
+    def _matrix_of_batch(
+        self, q: Tensor, k: Tensor, dtype: torch.dtype, segments: Segments | None, words: Tensor | None
+    ) -> Tensor:
         """The matrix, formed anew unless segments, words and shapes are those of the last call.
 
         The tensors of the last call are held, so that no others can take their place in memory.
         """
         ids = segments if isinstance(segments, tuple) else (segments,)
-        held = [x for x in (*ids, self.words) if x is not None]
+        held = [x for x in (*ids, words) if x is not None]
         now = (q.shape, k.shape, dtype, segments is None, *((x.data_ptr(), x.shape, x._version) for x in held))
         if self._kept is None or self._kept[1] != now:
             wide = torch.promote_types(dtype, torch.float32)
-            self._kept = held, now, self.matrix(q.to(wide), k.to(wide), segments=segments).to(dtype)
+            self._kept = held, now, self.matrix(q.to(wide), k.to(wide), segments=segments, words=words).to(dtype)
         return self._kept[2]
 
     def reads_qk(self, heads):
@@ -75,12 +87,8 @@ class FixedHeads(Mechanism):
     def cost(self, dims: Dims) -> Cost:
         return Cost(flops=2 * dims.batch * dims.n * dims.m * dims.e, bytes=dims.io_bytes)
 
-    def __deepcopy__(self, memo):
-        words = self.words if self.words is None else self.words.clone()
-        return type(self)(self.kinds, words=words)
-
     def extra_repr(self) -> str:
-        return ", ".join(self.kinds) + (", words" if self.words is not None else "")
+        return ", ".join(self.kinds) + (", words" if self.words else "")
 
 
 def _head(x: Tensor, at: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from heedful.core import Mechanism
+from heedful.core import Mechanism, check_takes_words
 from heedful.mechanisms import Softmax
 from heedful.patterns import Causal, Full
 from heedful.segments import Segments, from_mask
@@ -103,8 +103,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        words: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and weights (None unless asked for), shaped as torch's."""
+        """Output and weights (None unless asked for), shaped as torch's.
+
+        words are the word ids of the keys, (batch, m) as key_padding_mask, for a mechanism with word-based heads.
+        """
+        if words is not None:
+            self._check_words(query, key, words, is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -127,12 +134,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             if key_padding_mask is not None:
                 aligned = query is key or not isinstance(mechanism.pattern, Full)
                 segments = _segments(key_padding_mask, q.shape[-2], aligned)
-        weights = None
+        weights, given = None, {} if words is None else {"words": words[..., None, :]}
         if need_weights or (self.training and self.dropout > 0):
-            weights = F.dropout(mechanism.matrix(q, k, segments=segments), self.dropout, self.training)
+            weights = F.dropout(mechanism.matrix(q, k, segments=segments, **given), self.dropout, self.training)
             out = weights @ v
         else:
-            out = mechanism(q, k, v, segments=segments)
+            out = mechanism(q, k, v, segments=segments, **given)
         out = out.transpose(1, 2)
         out = out.transpose(0, 1) if batched and not self.batch_first else out
         out = self.out_proj(out.flatten(-2))
@@ -210,6 +217,21 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "attn_mask is causal. nn.Transformer.generate_square_subsequent_mask(n) makes one; mechanism="
                 "heedful.Softmax(heedful.Causal()) needs none."
             )
+
+    def _check_words(self, query: Tensor, key: Tensor, words: Tensor, is_causal: bool) -> None:
+        if self.mechanism is None:
+            raise TypeError("words: given without a mechanism, expected one with word-based heads: FixedPattern.")
+        check_takes_words(self.mechanism)
+        if query.is_nested or is_causal:
+            what = "a nested query" if query.is_nested else "is_causal=True"
+            raise ValueError(
+                f"words: given with {what}, expected a padded batch and is_causal=False: word-based heads see whole "
+                "words, their later tokens too."
+            )
+        wanted = tuple(key.shape[:-1]) if self.batch_first or key.ndim == 2 else (key.shape[1], key.shape[0])
+        if not isinstance(words, Tensor) or tuple(words.shape) != wanted:
+            given = f"shape {tuple(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
+            raise ValueError(f"words: {given}, expected an integer tensor {wanted}, one id for each key.")
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from heedful.core import Mechanism
-from heedful.mechanisms import FixedPattern, Mixture, Softmax
+from heedful.mechanisms import Mixture, Softmax
 from heedful.nn.attention import Attention, HeadProjection
-from heedful.nn.fixed_heads import FixedHeads
 from heedful.nn.projections import FrozenProjection, LoRA, seeds
 from heedful.nn.rope import Rope
 from heedful.patterns import Causal, Full, Pattern
@@ -124,9 +123,8 @@ class Layer(nn.Module):
         words: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n d"]:
         first, *between, last = self.norms
-        if words is not None:
-            _give_words(self.attention, words)
-        x = x + self.dropout(self.attention(first(x), segments=segments))
+        counts_words = self.attention.mechanism.takes_words()
+        x = x + self.dropout(self.attention(first(x), segments=segments, words=words if counts_words else None))
         if self.cross is not None and memory is not None:
             x = x + self.dropout(self.cross(between[0](x), memory, segments=memory_segments))
         return x + self.dropout(self.feed(last(x)))
@@ -210,7 +208,7 @@ class Transformer(nn.Module):
 
         segments   ids of the source's tokens, negative for padding; those of the target need none where it is padded
                    on the right, since it attends to the left
-        words      ids of the words of the source's tokens, for fixed patterns that count words
+        words      ids of the words of the source's tokens, for the mechanisms that take them
         """
         if not self.decoder:
             return self.encode(source, segments=segments, words=words)
@@ -378,13 +376,6 @@ def _share(stack: nn.ModuleList, names: Sequence[str]) -> None:
                 )
             for name in names:
                 setattr(layer, name, getattr(layers[0], name))
-
-
-def _give_words(layer: Attention, words: Int[Tensor, "b n"]) -> None:
-    """Tell the word ids of this batch to the fixed patterns that count words."""
-    for part in layer.mechanism.modules():
-        if isinstance(part, FixedPattern | FixedHeads) and part.words is not None:
-            part.words = words[:, None, :]
 
 
 def _own(mechanism: Mechanism) -> Mechanism:

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from heedful.core import Mechanism
 from heedful.feature_maps import Elu1
 from heedful.mechanisms import Linear, Softmax
@@ -135,7 +133,7 @@ def _mechanism(group: Group, causal: bool, head_dim: int) -> Mechanism:
         "linear": lambda: Linear(Elu1(), pattern),
         "favor+": lambda: Linear(FavorPlus(head_dim, 64), pattern),
         "token": lambda: FixedHeads(kinds),
-        "word": lambda: FixedHeads(kinds, words=torch.zeros(1, dtype=torch.long)),  # those of each batch replace them
+        "word": lambda: FixedHeads(kinds, words=True),
     }
     if name not in known:
         raise ValueError(f"mechanism: {group.mechanism!r}, expected one of {', '.join(known)}.")
