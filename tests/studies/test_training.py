@@ -218,7 +218,7 @@ def test_a_run_is_recorded_once_and_whole(data, tmp_path):
 
 def test_the_runner_works_through_a_queue_and_skips_what_is_done(data, tmp_path, capsys):
     command = ["--corpora", "small-160", "--data", str(data), "--out", str(tmp_path), "--steps", "2", "--tiny"]
-    command += ["--cells", "7Ftoken+1L", "--seeds", "0-1", "--parallel", "2", "--seconds", "120"]
+    command += ["--cells", "7Ftoken+1L", "--seeds", "0-1", "--parallel", "1", "--seconds", "240"]
     assert main(command) == 0
     assert len(finished(tmp_path)) == 2
     assert main(command) == 0

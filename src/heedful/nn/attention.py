@@ -169,7 +169,7 @@ class Attention(nn.Module):
             _check_ids("words", words, context)
         if segments is None and self._mixes_first(context.shape[-2]):
             return self._join(self._mixed(x, context))
-        where = None, None
+        where: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.rope is not None:
             layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
             where = layout.query_positions, layout.key_positions

@@ -246,7 +246,7 @@ class Transformer(nn.Module):
         if self.decoder_norm is None:
             raise TypeError("decode: this Transformer has no decoder; build it with decoder=[…].")
         both = None
-        if memory_segments is not None or (segments is not None and memory is not None):
+        if memory is not None and not (segments is None and memory_segments is None):
             ids = torch.zeros_like(target) if segments is None else segments
             keys = torch.zeros_like(memory[..., 0], dtype=torch.long) if memory_segments is None else memory_segments
             both = ids, keys
@@ -286,7 +286,7 @@ def count_weights(model: nn.Module) -> Counts:
     >>> count_weights(h.nn.Attention(64, heads=8, mechanism=h.Mixture([h.FixedPattern("next")] * 7 + [h.Softmax()])))
     Counts(trainable=9216, frozen=0, none=7168)
     """
-    frozen = [p for p in model.parameters() if not p.requires_grad]
+    frozen: list[Tensor] = [p for p in model.parameters() if not p.requires_grad]
     frozen += [b for m in model.modules() if isinstance(m, FrozenProjection) for b in m.buffers(recurse=False)]
     seen: set[int] = set()
     none = 0

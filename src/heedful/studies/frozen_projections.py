@@ -6,6 +6,7 @@ Text 003 proposes orthogonal random attention: W_q and W_k orthogonal, drawn onc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from heedful.studies.config import Group, Model, Run
 from heedful.studies.fixed_heads import training
@@ -36,7 +37,7 @@ CELLS: dict[str, Model] = {
     "4 of 8 orthogonal": everywhere(Group(4), Group(4, qk="orthogonal")),
     "orthogonal + LoRA 8": everywhere(Group(8, qk="orthogonal-lora")),
     "Q, K, V orthogonal": everywhere(Group(8, qk="orthogonal", v="orthogonal")),
-    "one orthogonal for all layers": Model(*[(Group(8, qk="orthogonal"),)] * 3, shared=("q_proj", "k_proj")),
+    "one orthogonal for all layers": replace(everywhere(Group(8, qk="orthogonal")), shared=("q_proj", "k_proj")),
 }
 
 COMBINED: dict[str, Model] = {

@@ -41,7 +41,8 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = learn((side for pair in splits["train"] for side in pair), vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
-    tensors, tokens = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    tokens: dict[str, dict[str, int]] = {}
     for name, pairs in splits.items():
         sides = [_encode(tokenizer, [pair[side] for pair in pairs]) for side in (0, 1)]
         if name == "train":
