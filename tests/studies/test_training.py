@@ -225,6 +225,18 @@ def test_the_runner_works_through_a_queue_and_skips_what_is_done(data, tmp_path,
     assert "0 runs to do, 2 recorded already" in capsys.readouterr().out
 
 
+def test_numbers_of_a_config_can_be_set(capsys):
+    command = ["--list", "--cells", "8L", "--corpora", "de-5000", "--seeds", "0"]
+    keys = []
+    for change in ("training.rate=1e-3", "training.rate=5e-4", "model.dropout=0.1"):
+        assert main([*command, "--set", change]) == 0
+        keys.append(json.loads(capsys.readouterr().out)["run"])
+    assert keys[0] == Run("fixed-heads", "8L", "de-5000", Training(1500)).key
+    assert len(set(keys)) == 3
+    with pytest.raises(SystemExit, match="expected a number"):
+        main([*command, "--set", "model.depth=3"])
+
+
 def test_an_unknown_group_is_named():
     with pytest.raises(ValueError, match="expected one of softmax"):
         build(Model(encoder=(Group(8, "sofmax"),)), 10)

@@ -82,9 +82,21 @@ def select(args: argparse.Namespace) -> list[Run]:
     if args.tiny:
         small = {"width": 32, "head_dim": 4, "hidden": 64, "layers": 1}
         runs = [replace(run, model=replace(run.model, **small)) for run in runs]
-    if args.steps:
-        runs = [replace(run, training=replace(run.training, steps=args.steps)) for run in runs]
+    for change in (*args.set, *([f"training.steps={args.steps}"] if args.steps else [])):
+        runs = [_changed(run, change) for run in runs]
     return runs
+
+
+def _changed(run: Run, change: str) -> Run:
+    """The run with one number of its training or model replaced, as in "training.rate=5e-4"."""
+    part, _, rest = change.partition(".")
+    name, _, value = rest.partition("=")
+    inner: Any = getattr(run, part, None)
+    if part not in ("training", "model") or not isinstance(getattr(inner, name, None), int | float):
+        raise SystemExit(f"--set: {change!r}, expected a number of training or model, such as training.rate=5e-4")
+    kind = type(getattr(inner, name))
+    whole: dict[str, Any] = {part: replace(inner, **{name: kind(value)})}
+    return replace(run, **whole)
 
 
 def _worker(tasks, results, data: Path, deadline: float, threads: int) -> None:
@@ -158,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--corpora", default="de-5000,de-20000", help="folders of --data, separated by commas")
     parser.add_argument("--direction", default="de-en", help="from which language to which")
     parser.add_argument("--steps", type=int, default=0, help="other than the study's")
+    parser.add_argument("--set", action="append", default=[], help="another number, as training.rate=5e-4")
     parser.add_argument("--tiny", action="store_true", help="models small enough to try everything on a CPU")
     parser.add_argument("--shuffled", action="store_true", help="the control: targets of other pairs")
     parser.add_argument("--parallel", type=int, default=4, help="processes that share the device")
