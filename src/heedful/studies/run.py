@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from tokenizers import Tokenizer
 
+from heedful.kernels.dispatch import backend
 from heedful.studies import fixed_heads, frozen_projections, measure
 from heedful.studies.config import Run
 from heedful.studies.data import load
@@ -99,9 +100,9 @@ def _changed(run: Run, change: str) -> Run:
     return replace(run, **whole)
 
 
-def _worker(tasks, results, data: Path, deadline: float, threads: int) -> None:
+def _worker(tasks, results, data: Path, deadline: float, kernels: str | None) -> None:
     """Take runs from a queue until there are none or the time is too short for the next."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pace = 0.0
     while True:
@@ -114,13 +115,16 @@ def _worker(tasks, results, data: Path, deadline: float, threads: int) -> None:
             continue
         began = time.time()
         try:
-            results.put((run.key, run.cell, work(run, data, device)))
+            with backend(kernels):
+                results.put((run.key, run.cell, work(run, data, device)))
             pace = max(pace, (time.time() - began) / run.training.steps)
         except Exception:
             results.put((run.key, run.cell, traceback.format_exc()))
 
 
-def work_through(runs: list[Run], data: Path, out: Path, parallel: int, seconds: float, threads: int = 1) -> int:
+def work_through(
+    runs: list[Run], data: Path, out: Path, parallel: int, seconds: float, kernels: str | None = None
+) -> int:
     """Share the runs among processes, write each when it ends, stop at the deadline; the number of runs left."""
     deadline = time.time() + seconds
     context = multiprocessing.get_context("spawn")
@@ -128,7 +132,7 @@ def work_through(runs: list[Run], data: Path, out: Path, parallel: int, seconds:
     for run in runs:
         tasks.put(run)
     workers = [
-        context.Process(target=_worker, args=(tasks, results, data, deadline, threads), daemon=True)
+        context.Process(target=_worker, args=(tasks, results, data, deadline, kernels), daemon=True)
         for _ in range(min(parallel, len(runs)))
     ]
     for worker in workers:
@@ -175,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shuffled", action="store_true", help="the control: targets of other pairs")
     parser.add_argument("--parallel", type=int, default=4, help="processes that share the device")
     parser.add_argument("--seconds", type=float, default=540, help="stop after this long")
+    parser.add_argument("--backend", choices=("torch", "triton"), help="kernels to insist on, as heedful.backend does")
     parser.add_argument("--measure", action="store_true", help="time steps with 1, 2, 4… processes and stop")
     parser.add_argument("--list", action="store_true", help="print the runs and stop")
     args = parser.parse_args(arguments)
@@ -188,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({"run": run.key, "cell": run.cell, "corpus": run.corpus, "seed": run.seed}))
         return 0
     print(f"{len(todo)} runs to do, {len(runs) - len(todo)} recorded already", flush=True)
-    left = work_through(todo, args.data, args.out, args.parallel, args.seconds) if todo else 0
+    left = work_through(todo, args.data, args.out, args.parallel, args.seconds, args.backend) if todo else 0
     print(f"{left} runs left", flush=True)
     return 0
 
