@@ -9,6 +9,7 @@ import torch
 
 import heedful as h
 from heedful.nn.transformer import Joined
+from heedful.testing import check_mechanism
 
 FIXED = [
     h.nn.Heads(1, h.FixedPattern(kind)) for kind in ("current", "previous", "next", "left", "right", "start", "end")
@@ -145,6 +146,13 @@ def test_fixed_heads_in_one_product_are_the_fixed_patterns(by_word):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
         ours, theirs = (torch.autograd.grad(out.square().sum(), v, retain_graph=True)[0] for out in (found, wanted))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_fixed_heads_keep_the_contract_of_a_mechanism():
+    laws = ("forward_is_matrix_times_v", "gradients_are_those_of_the_matrix", "padded_and_packed_equal_separate")
+    laws += ("padding_has_no_say", "batch_axes_broadcast", "precision_is_no_worse_than_naive", "empty_sequences_work")
+    laws += ("flops_are_what_cost_says", "state_dict_holds_everything", "copies_agree", "calls_repeat")
+    check_mechanism(lambda: h.nn.FixedHeads(["previous", "left"]), checks=laws)
 
 
 def test_xavier_has_the_variance_of_the_text():

@@ -45,7 +45,7 @@ def from_packages(language: str, cache: Path) -> tuple[Split, dict[str, Any]]:
             {
                 "package": package.name,
                 "version": package.version,
-                "licences": licences.get(package.name, []),
+                "licences": licences.get(package.name) or ["not read: see its copyright file"],
                 "pairs": {
                     kind: sum(pair.package == package.name and pair.kind == kind for pair in clean)
                     for kind in ("prose", "messages")

@@ -29,7 +29,22 @@ PACKAGES = {
         *("freeciv-data", "gettext", "pidgin-data", "kdevelop-l10n", "cinnamon-l10n", "claws-mail-i18n", "synaptic"),
         *("util-linux-locales", "wesnoth-1.16-data"),
     ],
-    "vi": ["libreoffice-help-vi", "libreoffice-help-en-us", "libreoffice-l10n-vi", "gcc-12-locales", "gnome-user-docs"],
+    "vi": [
+        *("libreoffice-help-vi", "libreoffice-help-en-us", "libreoffice-l10n-vi", "gcc-12-locales", "gnome-user-docs"),
+        *("evolution-common", "git", "binutils-common", "bash", "coreutils", "gnupg-l10n", "gimp-data", "inkscape"),
+        *("vlc-l10n", "gettext", "pidgin-data", "cinnamon-l10n", "claws-mail-i18n", "synaptic", "util-linux-locales"),
+        *(
+            "wesnoth-1.16-data",
+            "dpkg",
+            "apt",
+            "adduser",
+            "passwd",
+            "login",
+            "aptitude-common",
+            "postgresql-15",
+            "digikam-data",
+        ),
+    ],
 }
 """Packages whose files hold pairs with English; both sides of a page must be among them."""
 
@@ -58,8 +73,8 @@ def collect(packages: list[Package], language: str) -> tuple[list[Pair], dict[st
     regions = REGIONS.get(language, frozenset({language}))
     pairs: list[Pair] = []
     found: dict[str, list[str]] = {}
-    english: dict[str, list[Block]] = {}
-    translated: dict[str, tuple[str, list[Block]]] = {}
+    english: dict[str, bytes] = {}
+    translated: dict[str, tuple[str, bytes]] = {}
     for package in packages:
         for path, content in members(package, lambda path: _readable(path, regions)):
             if path.endswith("/copyright"):
@@ -67,15 +82,20 @@ def collect(packages: list[Package], language: str) -> tuple[list[Pair], dict[st
             elif path.endswith(".mo"):
                 pairs += [Pair("messages", package.name, path, b, a) for a, b in catalogue(content)]
             else:
-                blocks = manual(gzip.decompress(content)) if path.endswith(".gz") else page(content)
                 key, is_translation = without_language(path, regions)
                 if is_translation:
-                    translated[key] = package.name, blocks
+                    translated[key] = package.name, content
                 else:
-                    english[key] = blocks
-    for key, (name, blocks) in translated.items():
-        pairs += [Pair("prose", name, key, *both) for both in _sentences(blocks, english.get(key, []))]
+                    english[key] = content
+    for key, (name, content) in translated.items():
+        if key in english:
+            sides = _blocks(key, content), _blocks(key, english[key])
+            pairs += [Pair("prose", name, key, *both) for both in _sentences(*sides)]
     return pairs, found
+
+
+def _blocks(path: str, content: bytes) -> list[Block]:
+    return manual(gzip.decompress(content)) if path.endswith(".gz") else page(content)
 
 
 def without_language(path: str, regions: frozenset[str]) -> tuple[str, bool]:

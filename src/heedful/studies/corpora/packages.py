@@ -60,11 +60,15 @@ def members(package: Package, wanted: Callable[[str], bool]) -> Iterator[tuple[s
 
 
 def licences(copyright_file: str) -> list[str]:
-    """Names of the licences that a package's copyright file lists, or that its text names."""
+    """Names of the licences that a package's copyright file lists, or that its text names.
+
+    >>> licences("Published under the GNU Free Documentation License, Version 1.2; EXAMPLES included.")
+    ['GNU Free Documentation License']
+    """
     named = re.findall(r"^License: *(\S[^\n]*)", copyright_file, re.MULTILINE)
     if not named:
         gnu = r"GNU (?:Free Documentation|(?:Lesser |Affero )?General Public) License"
-        named = re.findall(rf"{gnu}|MPL|Creative Commons[^.,\n]*", copyright_file)
+        named = re.findall(rf"{gnu}|GFDL|\bMPL\b|Creative Commons[^.,\n]*", copyright_file)
     return sorted({" ".join(name.split()) for name in named})
 
 
