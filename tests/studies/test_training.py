@@ -15,6 +15,7 @@ from heedful.studies import fixed_heads, frozen_projections
 from heedful.studies.config import Group, Model, Run, Training, build
 from heedful.studies.corpora.__main__ import main as build_corpora
 from heedful.studies.data import BEGIN, END, PAD, Pairs, Side, batches, gather, load, shuffle_targets
+from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
 from heedful.studies.train import batch_loss, make_optimiser, rate, start, train, train_step
@@ -235,6 +236,21 @@ def test_numbers_of_a_config_can_be_set(capsys):
     assert len(set(keys)) == 3
     with pytest.raises(SystemExit, match="expected a number"):
         main([*command, "--set", "model.depth=3"])
+
+
+def test_heads_are_described_by_where_they_look_and_by_their_twins(corpus):
+    kinds = ("current", "previous", "next", "left", "last")
+    model = Model(encoder=(fixed_heads.fixed("token", (*kinds, "current")), Group(2)), **TINY)
+    torch.manual_seed(0)
+    rows = describe_heads(build(replace(model, layers=2), corpus.vocabulary), corpus.splits["dev"], CPU, 7)
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(8)]
+    for at, kind in enumerate(kinds):
+        assert rows[at][kind] == rows[8 + at][kind] == pytest.approx(1, abs=1e-3), kind
+    assert rows[0]["twin_cosine"] == pytest.approx(1, abs=1e-3) and rows[0]["twin"] in ([0, 5], [1, 0], [1, 5])
+    assert rows[1]["twin"] == [1, 1]  # the same fixed pattern in the other layer
+    assert rows[0]["entropy"] == 0 < rows[6]["entropy"] <= 1
+    lengths = (corpus.splits["dev"].source.lengths[:7] + 1).float()
+    assert rows[0]["first"] == pytest.approx(float(7 / lengths.sum()), abs=1e-3)  # row 0 alone looks at itself there
 
 
 def test_an_unknown_group_is_named():

@@ -24,6 +24,7 @@ from heedful.kernels.dispatch import backend
 from heedful.studies import fixed_heads, frozen_projections, measure
 from heedful.studies.config import Run
 from heedful.studies.data import load
+from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished
 from heedful.studies.train import summary, train
 from heedful.studies.translate import translate
@@ -46,6 +47,7 @@ def work(run: Run, data: Path, device: torch.device) -> list[dict[str, Any]]:
         {
             "kind": "result",
             **summary(run, model, corpus, device),
+            "heads": describe_heads(model, corpus.splits["dev"], device),
             "step_seconds": sum(x["seconds"] for x in later) / sum(len(x["loss"]) for x in later),
             "train_seconds": round(trained - began, 2),
             "translate_seconds": round(time.perf_counter() - trained, 2),
