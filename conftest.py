@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 NEEDS = {
     "transformers": ["src/heedful/hf/*"],
+    "tokenizers": ["src/heedful/studies/*"],
     "polars": [
         "src/heedful/records.py",
         "src/heedful/scan*",

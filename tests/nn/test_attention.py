@@ -289,3 +289,23 @@ def test_a_linformer_with_padding_is_as_without_it():
     attention, x = layer(Linformer(48, 3)), tokens(1, 40)
     ids = from_lengths(torch.tensor([30]), 40)
     assert same(attention(x, segments=ids)[:, :30], attention(x[:, :30]))
+
+
+def test_layers_of_a_model_hand_on_the_same_tensor_of_segments():
+    """Kernels keep what they know of segments by identity: a view of each layer's own would be asked about again."""
+    seen = []
+
+    class Watched(Softmax):
+        def forward(self, q, k, v, *, segments=None):
+            seen.append(segments)
+            return super().forward(q, k, v, segments=segments)
+
+    layers = [Attention(8, heads=2, mechanism=Watched(Full())) for _ in range(2)]
+    x, ids = torch.randn(3, 5, 8), from_lengths(torch.tensor([5, 2, 4]), 5)
+    for layer in layers:
+        layer(x, segments=ids)
+        layer(x, x, segments=(ids, ids))
+    assert all(part is seen[0] for given in seen for part in (given if isinstance(given, tuple) else (given,)))
+    ids = from_lengths(torch.tensor([1, 2, 3]), 5)
+    layers[0](x, segments=ids)
+    assert torch.equal(seen[-1], ids[:, None])

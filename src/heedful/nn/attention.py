@@ -11,6 +11,7 @@ Linformer   mixes tokens by E and F, which commute with projections: where that 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -168,8 +169,11 @@ class Attention(nn.Module):
             _check_ids("words", words, context)
         if segments is None and self._mixes_first(context.shape[-2]):
             return self._join(self._mixed(x, context))
-        layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
-        q, k, v = self._project(x, context, layout.query_positions, layout.key_positions)
+        where: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.rope is not None:
+            layout = resolve(segments, x.shape[-2], context.shape[-2], x.device)
+            where = layout.query_positions, layout.key_positions
+        q, k, v = self._project(x, context, *where)
         given = {} if words is None else {"words": self._with_heads(words)}
         return self._join(self.mechanism(q, k, v, segments=self._with_heads(segments), **given))
 
@@ -259,10 +263,10 @@ class Attention(nn.Module):
 
     def _with_heads(self, segments: Segments | None) -> Segments | None:
         """Segments, or word ids, with the head axes that the mechanism sees."""
-        axes = (None,) if self.kv_heads == self.heads else (None, None)
+        axes = 1 if self.kv_heads == self.heads else 2
         if isinstance(segments, tuple):
-            return segments[0][..., *axes, :], segments[1][..., *axes, :]
-        return None if segments is None else segments[..., *axes, :]
+            return _spaced(segments[0], axes), _spaced(segments[1], axes)
+        return None if segments is None else _spaced(segments, axes)
 
     def _check_readers(self) -> None:
         """Raise where the mechanism, assigned anew, reads a head that has no queries."""
@@ -325,6 +329,24 @@ def _of_mixed(projection: Any, mixed: Float[Tensor, "*b r c"], ones: Float[Tenso
     """E (c W + b) = (E c) W + (E 1) b, of which the projection itself gives (E c) W + b."""
     out = projection(mixed)
     return out if projection.bias is None else out + ((ones - 1)[:, None] * projection.bias).to(out.dtype)
+
+
+_views: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
+"""The last tensors that were given head axes, how many, and the results."""
+
+
+def _spaced(ids: Int[Tensor, "*b n"], axes: int) -> Tensor:
+    """The ids with head axes of 1 before the last; the same tensor for each layer of a model.
+
+    Kernels keep what they find out about a tensor of segments, so a new view for each layer would have them ask again.
+    """
+    for given, count, view in _views:
+        if given() is ids and count == axes:
+            return view
+    view = ids[..., *(None,) * axes, :]
+    _views.append((weakref.ref(ids), axes, view))
+    del _views[:-4]
+    return view
 
 
 def _spread(x: Float[Tensor, "*b r n d"], reads: tuple[bool, ...]) -> Float[Tensor, "*b h n d"]:

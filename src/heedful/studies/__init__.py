@@ -1,0 +1,1 @@
+"""Models trained and compared: configs, corpora, runs and their records. Needs `pip install 'heedful[studies]'`."""

@@ -1,0 +1,140 @@
+"""What one run trains, as plain data: the same config has the same hash on every machine, and is trained once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from heedful.core import Mechanism
+from heedful.feature_maps import Elu1
+from heedful.mechanisms import Linear, Softmax
+from heedful.nn import FixedHeads, Gaussian, Hadamard, Heads, Orthogonal, Transformer, adapted, trained
+from heedful.patterns import Causal, Full, Pattern, Window
+from heedful.random_features import FavorPlus
+
+QK: dict[str, Any] = {
+    "learned": None,
+    "orthogonal": Orthogonal,
+    "orthogonal-global": partial(Orthogonal, per_head=False),
+    "gaussian": Gaussian,
+    "hadamard": Hadamard,
+    "orthogonal-start": partial(trained, Orthogonal),
+    "orthogonal-lora": partial(adapted, Orthogonal, 8),
+}
+"""Schemes of a projection into heads; "orthogonal-start" is trained, "orthogonal-lora" has an update of rank 8."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring heads of a layer.
+
+    mechanism   softmax, linear, favor+, window; or the kinds of fixed patterns of the heads, after token: or word:
+    qk, v       a scheme of QK
+    """
+
+    count: int
+    mechanism: str = "softmax"
+    qk: str = "learned"
+    v: str = "learned"
+
+
+LEARNED = (Group(8),)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of an encoder and decoder; the heads of each layer of a stack are the same."""
+
+    encoder: tuple[Group, ...] = LEARNED
+    decoder: tuple[Group, ...] = LEARNED
+    cross: tuple[Group, ...] = LEARNED
+    width: int = 256
+    head_dim: int = 32
+    hidden: int = 1024
+    layers: int = 4
+    dropout: float = 0.3
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """AdamW with linear warmup and a cosine to a tenth of the peak; a step is a batch of about `tokens` a side."""
+
+    steps: int
+    tokens: int = 8192
+    rate: float = 1e-3
+    warmup: float = 0.1
+    decay: float = 0.01
+    smoothing: float = 0.1
+    clip: float = 1.0
+    evaluations: int = 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of one cell of a study.
+
+    corpus      name of a folder of encoded pairs, as "de-5000"
+    direction   "de-en" or "en-de": from which side to which
+    shuffled    pair each source with the target of another pair: the control, which must not learn to translate
+    """
+
+    study: str
+    cell: str
+    corpus: str
+    training: Training
+    model: Model = field(default_factory=Model)
+    direction: str = "de-en"
+    seed: int = 0
+    shuffled: bool = False
+
+    @property
+    def key(self) -> str:
+        """The run's name: a hash of all of its config."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def build(model: Model, vocabulary: int) -> Transformer:
+    """The Transformer of a config, its weights drawn from torch's generator."""
+
+    def stack(groups: tuple[Group, ...], causal: bool) -> list[Heads]:
+        return [
+            Heads(group.count, _mechanism(group, causal, model.head_dim), QK[group.qk], QK[group.v]) for group in groups
+        ]
+
+    return Transformer(
+        vocabulary,
+        model.width,
+        encoder=[stack(model.encoder, False)] * model.layers,
+        decoder=[stack(model.decoder, True)] * model.layers,
+        cross=stack(model.cross, False),
+        head_dim=model.head_dim,
+        hidden=model.hidden,
+        dropout=model.dropout,
+        shared=model.shared,
+    )
+
+
+def _mechanism(group: Group, causal: bool, head_dim: int) -> Mechanism:
+    name, _, kind = group.mechanism.partition(":")
+    pattern: Pattern = Causal() if causal else Full()
+    kinds = kind.split()
+    if name in ("token", "word") and len(kinds) != group.count:
+        raise ValueError(
+            f"mechanism: {group.mechanism!r} names {len(kinds)} kinds, expected one for each of {group.count}."
+        )
+    known: dict[str, Callable[[], Mechanism]] = {
+        "softmax": lambda: Softmax(pattern),
+        "window": lambda: Softmax(Window(16) if causal else Window(16, 16)),
+        "linear": lambda: Linear(Elu1(), pattern),
+        "favor+": lambda: Linear(FavorPlus(head_dim, 64), pattern),
+        "token": lambda: FixedHeads(kinds),
+        "word": lambda: FixedHeads(kinds, words=True),
+    }
+    if name not in known:
+        raise ValueError(f"mechanism: {group.mechanism!r}, expected one of {', '.join(known)}.")
+    return known[name]()

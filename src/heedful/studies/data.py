@@ -1,0 +1,148 @@
+"""Encoded pairs of sentences, and the batches that a run sees.
+
+A batch holds pairs of similar length, padded on the right to a multiple of 8 tokens. Which pairs a step sees depends on
+the seed and the number of the step alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from heedful.shapes import Int, Tensor
+
+PAD, BEGIN, END, UNKNOWN = range(4)
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+
+
+class Side(NamedTuple):
+    """Sentences of one language end to end: tokens, whether each begins a word, and where each sentence begins."""
+
+    tokens: Int[Tensor, " total"]
+    begins: Int[Tensor, " total"]
+    starts: Int[Tensor, " sentences_plus_one"]
+
+    @property
+    def lengths(self) -> Int[Tensor, " sentences"]:
+        return self.starts.diff()
+
+
+class Pairs(NamedTuple):
+    """Sentences and their translations."""
+
+    source: Side
+    target: Side
+
+    def __len__(self) -> int:
+        return len(self.source.starts) - 1
+
+
+class Batch(NamedTuple):
+    """Padded sentences: what the encoder reads, what the decoder reads, and what it should say."""
+
+    source: Int[Tensor, "b n"]
+    segments: Int[Tensor, "b n"]
+    words: Int[Tensor, "b n"]
+    given: Int[Tensor, "b m"]
+    wanted: Int[Tensor, "b m"]
+
+
+class Corpus(NamedTuple):
+    """A folder of encoded pairs: its splits, the size of its vocabulary and its data card."""
+
+    splits: dict[str, Pairs]
+    vocabulary: int
+    card: dict
+
+
+def load(folder: Path, direction: str) -> Corpus:
+    """Read the pairs of a folder that `heedful.studies.corpora` wrote, from the first language to the second."""
+    if not (folder / "ids.safetensors").exists():
+        raise FileNotFoundError(
+            f"{folder}: no encoded pairs (ids.safetensors), expected a folder written by "
+            "`python -m heedful.studies.corpora`."
+        )
+    card = json.loads((folder / "card.json").read_text())
+    source, target = direction.split("-")
+    if {source, target} != set(card["languages"]):
+        raise ValueError(f"direction: {direction!r}, expected two of {card['languages']}, the languages of {folder}.")
+    tensors = load_file(folder / "ids.safetensors")
+
+    def side(split: str, language: str) -> Side:
+        tokens, begins, starts = (tensors[f"{split}.{language}.{x}"] for x in ("tokens", "begins", "starts"))
+        return Side(tokens.long(), begins.long(), starts.long())
+
+    names = sorted({name.split(".")[0] for name in tensors})
+    return Corpus({name: Pairs(side(name, source), side(name, target)) for name in names}, card["vocabulary"], card)
+
+
+def shuffle_targets(pairs: Pairs, seed: int) -> Pairs:
+    """Each source with the target of another pair: what is left to learn is the language, not the translation."""
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    starts, target = pairs.target.starts, pairs.target
+    parts = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in order.tolist()]
+    index = torch.cat(parts)
+    lengths = torch.tensor([0, *map(len, parts)])
+    return Pairs(pairs.source, Side(target.tokens[index], target.begins[index], lengths.cumsum(0)))
+
+
+def batches(pairs: Pairs, tokens: int, seed: int) -> Iterator[Int[Tensor, " b"]]:
+    """Numbers of the pairs of each step, without end: every pair once an epoch."""
+    longest = torch.maximum(pairs.source.lengths, pairs.target.lengths) + 1
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = torch.randperm(len(pairs), generator=generator)
+        chunks = by_length(longest, tokens, order)
+        for at in torch.randperm(len(chunks), generator=generator).tolist():
+            yield chunks[at]
+        epoch += 1
+
+
+def by_length(lengths: Int[Tensor, " s"], tokens: int, order: Int[Tensor, " s"]) -> list[Int[Tensor, " b"]]:
+    """Divide pairs into batches of similar length, of at most `tokens` after padding; ties stay in the given order."""
+    order = order[lengths[order].argsort(stable=True)]
+    widths = rounded(lengths[order]).tolist()
+    chunks, start = [], 0
+    for at, width in enumerate(widths):
+        if (at + 1 - start) * width > tokens and at > start:
+            chunks.append(order[start:at])
+            start = at
+    return [*chunks, order[start:]]
+
+
+def rounded(length):
+    """The multiple of 8 that a length is padded to."""
+    return (length + 7) // 8 * 8
+
+
+def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = None) -> Batch:
+    """The batch of these pairs, on the device."""
+    source, begins = _padded(pairs.source, rows)
+    lengths = pairs.source.lengths[rows][:, None]
+    at = torch.arange(source.shape[1])
+    source = torch.where(at == lengths, END, source)
+    target, _ = _padded(pairs.target, rows)
+    ends = pairs.target.lengths[rows][:, None]
+    given = torch.cat([torch.full_like(target[:, :1], BEGIN), target[:, :-1]], 1)
+    wanted = torch.where(torch.arange(target.shape[1]) == ends, END, target)
+    words = (begins | (at == lengths)).cumsum(1)
+    batch = Batch(source, torch.where(at <= lengths, 0, -1), words, given, wanted)
+    if device is None or device.type == "cpu":
+        return batch
+    return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in batch))
+
+
+def _padded(side: Side, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+    """Tokens of the sentences and whether they begin a word, with room for at least one more."""
+    lengths, starts = side.lengths[rows], side.starts[:-1][rows]
+    width = rounded(int(lengths.max()) + 1)
+    at = torch.arange(width)
+    inside = at < lengths[:, None]
+    index = (starts[:, None] + at).clamp(max=len(side.tokens) - 1)
+    return torch.where(inside, side.tokens[index], PAD), torch.where(inside, side.begins[index], 0)

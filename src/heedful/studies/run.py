@@ -1,0 +1,204 @@
+"""Work through the runs of a study: `python -m heedful.studies.run --study fixed-heads --out records`.
+
+Several processes share one GPU: at this size a step is bound by the launches of one process. A run that has ended is
+written at once; runs that are recorded already are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import queue
+import time
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+from tokenizers import Tokenizer
+
+from heedful.kernels.dispatch import backend
+from heedful.studies import fixed_heads, frozen_projections, measure
+from heedful.studies.config import Run
+from heedful.studies.data import load
+from heedful.studies.heads import describe_heads
+from heedful.studies.records import append, finished
+from heedful.studies.train import summary, train
+from heedful.studies.translate import translate
+
+STUDIES = {"fixed-heads": fixed_heads, "frozen-projections": frozen_projections}
+
+
+def work(run: Run, data: Path, device: torch.device) -> list[dict[str, Any]]:
+    """Train, test and translate one run; its record."""
+    lines: list[dict[str, Any]] = [{"kind": "config", "config": asdict(run), "hardware": hardware(device)}]
+    corpus = load(data / run.corpus, run.direction)
+    lines[0]["corpus"] = {key: corpus.card[key] for key in ("checksum", "vocabulary")}
+    began = time.perf_counter()
+    model = train(run, corpus, device, lines.append)
+    trained = time.perf_counter()
+    outputs = {name: translate(model, corpus.splits[name], device) for name in ("test", "test_unseen")}
+    steps = [line for line in lines if line["kind"] == "steps"]
+    later = steps[1:] or steps
+    lines.append(
+        {
+            "kind": "result",
+            **summary(run, model, corpus, device),
+            "heads": describe_heads(model, corpus.splits["dev"], device),
+            "step_seconds": sum(x["seconds"] for x in later) / sum(len(x["loss"]) for x in later),
+            "train_seconds": round(trained - began, 2),
+            "translate_seconds": round(time.perf_counter() - trained, 2),
+            "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            "outputs": {name: _text(data / run.corpus, lines_) for name, lines_ in outputs.items()},
+        }
+    )
+    return [{"run": run.key, **line} for line in lines]
+
+
+def hardware(device: torch.device) -> dict[str, str]:
+    """The machine and versions that a run used."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _text(folder: Path, sentences: list[list[int]]) -> list[str]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode_batch(sentences)
+
+
+def select(args: argparse.Namespace) -> list[Run]:
+    """The runs that the command line asks for, in the order in which they are worked through."""
+    first, _, last = args.seeds.partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    runs = STUDIES[args.study].runs(seeds, args.corpora.split(","), args.direction)
+    if args.cells:
+        wanted = args.cells.split(";")
+        unknown = set(wanted) - {run.cell for run in runs}
+        if unknown:
+            known = "; ".join(dict.fromkeys(run.cell for run in runs))
+            raise SystemExit(f"--cells: {sorted(unknown)}, expected names among: {known}")
+        runs = [run for run in runs if run.cell in wanted]
+    if args.shuffled:
+        runs = [replace(run, shuffled=True) for run in runs]
+    if args.tiny:
+        small = {"width": 32, "head_dim": 4, "hidden": 64, "layers": 1}
+        runs = [replace(run, model=replace(run.model, **small)) for run in runs]
+    for change in (*args.set, *([f"training.steps={args.steps}"] if args.steps else [])):
+        runs = [_changed(run, change) for run in runs]
+    return runs
+
+
+def _changed(run: Run, change: str) -> Run:
+    """The run with one number of its training or model replaced, as in "training.rate=5e-4"."""
+    part, _, rest = change.partition(".")
+    name, _, value = rest.partition("=")
+    inner: Any = getattr(run, part, None)
+    if part not in ("training", "model") or not isinstance(getattr(inner, name, None), int | float):
+        raise SystemExit(f"--set: {change!r}, expected a number of training or model, such as training.rate=5e-4")
+    kind = type(getattr(inner, name))
+    whole: dict[str, Any] = {part: replace(inner, **{name: kind(value)})}
+    return replace(run, **whole)
+
+
+def _worker(tasks, results, data: Path, deadline: float, kernels: str | None) -> None:
+    """Take runs from a queue until there are none or the time is too short for the next."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pace = 0.0
+    while True:
+        try:
+            run: Run = tasks.get(timeout=1)
+        except queue.Empty:
+            return
+        if time.time() + 1.1 * pace * run.training.steps > deadline:
+            results.put((run.key, run.cell, "skipped: too little time is left"))
+            continue
+        began = time.time()
+        try:
+            with backend(kernels):
+                results.put((run.key, run.cell, work(run, data, device)))
+            pace = max(pace, (time.time() - began) / run.training.steps)
+        except Exception:
+            results.put((run.key, run.cell, traceback.format_exc()))
+
+
+def work_through(
+    runs: list[Run], data: Path, out: Path, parallel: int, seconds: float, kernels: str | None = None
+) -> int:
+    """Share the runs among processes, write each when it ends, stop at the deadline; the number of runs left."""
+    deadline = time.time() + seconds
+    context = multiprocessing.get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    for run in runs:
+        tasks.put(run)
+    workers = [
+        context.Process(target=_worker, args=(tasks, results, data, deadline, kernels), daemon=True)
+        for _ in range(min(parallel, len(runs)))
+    ]
+    for worker in workers:
+        worker.start()
+    left = {run.key for run in runs}
+    reported = 0
+    while reported < len(runs) and time.time() < deadline:
+        try:
+            key, cell, found = results.get(timeout=1)
+        except queue.Empty:
+            if not any(worker.is_alive() for worker in workers) and results.empty():
+                break
+            continue
+        reported += 1
+        if isinstance(found, str):
+            print(f"{key} {cell}: {found}", flush=True)
+            continue
+        append(out, found)
+        left.discard(key)
+        last = found[-1]
+        print(
+            f"{key} {cell}: dev {last['losses']['dev']:.3f}, train {last['train_seconds']:.0f} s "
+            f"({1e3 * last['step_seconds']:.1f} ms a step), translate {last['translate_seconds']:.1f} s",
+            flush=True,
+        )
+    for worker in workers:
+        worker.terminate()
+    return len(left)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=sorted(STUDIES), default="fixed-heads")
+    parser.add_argument("--data", type=Path, default=Path("carry/corpora"), help="folder of the encoded corpora")
+    parser.add_argument("--out", type=Path, default=Path("runs/records"), help="folder of the records")
+    parser.add_argument("--done", type=Path, action="append", default=[], help="another folder of records to skip")
+    parser.add_argument("--cells", default="", help="names of cells, separated by ;  (all by default)")
+    parser.add_argument("--seeds", default="0-2", help="one number or first-last")
+    parser.add_argument("--corpora", default="de-5000,de-20000", help="folders of --data, separated by commas")
+    parser.add_argument("--direction", default="de-en", help="from which language to which")
+    parser.add_argument("--steps", type=int, default=0, help="other than the study's")
+    parser.add_argument("--set", action="append", default=[], help="another number, as training.rate=5e-4")
+    parser.add_argument("--tiny", action="store_true", help="models small enough to try everything on a CPU")
+    parser.add_argument("--shuffled", action="store_true", help="the control: targets of other pairs")
+    parser.add_argument("--parallel", type=int, default=4, help="processes that share the device")
+    parser.add_argument("--seconds", type=float, default=540, help="stop after this long")
+    parser.add_argument("--backend", choices=("torch", "triton"), help="kernels to insist on, as heedful.backend does")
+    parser.add_argument("--measure", action="store_true", help="time steps with 1, 2, 4… processes and stop")
+    parser.add_argument("--list", action="store_true", help="print the runs and stop")
+    args = parser.parse_args(arguments)
+    runs = select(args)
+    if args.measure:
+        return measure.measure(runs, args.data, args.parallel, args.out, args.seconds)
+    known = finished(args.out, *args.done)
+    todo = [run for run in runs if run.key not in known]
+    if args.list:
+        for run in todo:
+            print(json.dumps({"run": run.key, "cell": run.cell, "corpus": run.corpus, "seed": run.seed}))
+        return 0
+    print(f"{len(todo)} runs to do, {len(runs) - len(todo)} recorded already", flush=True)
+    left = work_through(todo, args.data, args.out, args.parallel, args.seconds, args.backend) if todo else 0
+    print(f"{left} runs left", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,258 @@
+"""Training, translation and the runner on the 200 pairs that come with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+
+from heedful.studies import fixed_heads, frozen_projections
+from heedful.studies.config import Group, Model, Run, Training, build
+from heedful.studies.corpora.__main__ import main as build_corpora
+from heedful.studies.data import BEGIN, END, PAD, Pairs, Side, batches, gather, load, shuffle_targets
+from heedful.studies.heads import describe_heads
+from heedful.studies.records import append, finished, read
+from heedful.studies.run import main, work
+from heedful.studies.train import batch_loss, make_optimiser, rate, start, train, train_step
+from heedful.studies.translate import translate
+
+CPU = torch.device("cpu")
+TINY = {"width": 32, "head_dim": 4, "hidden": 64, "layers": 1, "dropout": 0.1}
+SEVEN = fixed_heads.CELLS["7Ftoken+1L"].encoder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpora")
+    build_corpora(["--language", "small", "--sizes", "160", "--out", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(data):
+    return load(data / "small-160", "de-en")
+
+
+def tiny(steps: int = 12, **options) -> Run:
+    training = Training(steps, tokens=512, evaluations=3)
+    return Run("smoke", "tiny", "small-160", training, Model(**{**TINY, "encoder": SEVEN}), **options)
+
+
+def test_the_hash_of_a_config_is_stable_and_tells_configs_apart():
+    run = Run("fixed-heads", "8L", "de-5000", Training(1500))
+    assert run.key == "21dd199091e83876"
+    others = [replace(run, seed=1), replace(run, shuffled=True), replace(run, model=replace(run.model, dropout=0.1))]
+    assert len({run.key, *(other.key for other in others)}) == 4
+    studies = [*fixed_heads.runs(range(3)), *frozen_projections.runs(range(3))]
+    assert len({run.key for run in studies}) == len(studies)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*fixed_heads.CELLS.values(), *frozen_projections.CELLS.values(), *frozen_projections.COMBINED.values()],
+    ids=[*fixed_heads.CELLS, *frozen_projections.CELLS, *frozen_projections.COMBINED],
+)
+def test_every_cell_of_the_studies_takes_a_step(model, corpus):
+    run = Run("smoke", "cell", "small-160", Training(2), replace(model, width=64, head_dim=8, hidden=32, layers=2))
+    net = start(run, corpus.vocabulary, CPU)
+    pairs = corpus.splits["train"]
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    loss, norm = train_step(net, make_optimiser(net, run.training), gather(pairs, torch.arange(6)), run.training, 1)
+    assert loss.isfinite() and norm > 0
+    stuck = [name for name, p in net.named_parameters() if torch.equal(p, before[name]) and not name.endswith("A")]
+    assert not stuck  # the first step of a LoRA moves B alone
+
+
+def test_the_model_of_the_studies_has_about_ten_million_weights():
+    count = sum(p.numel() for p in build(Model(), 8000).parameters())
+    assert 9e6 < count < 11e6
+
+
+def test_a_batch_holds_the_sentences_and_their_words(corpus):
+    pairs = corpus.splits["train"]
+    batch = gather(pairs, torch.tensor([3, 8, 1]))
+    assert all(x.shape[1] % 8 == 0 for x in batch)
+    for row, number in enumerate((3, 8, 1)):
+        source, target = (side.tokens[side.starts[number] : side.starts[number + 1]].tolist() for side in pairs)
+        begins = pairs.source.begins[pairs.source.starts[number] : pairs.source.starts[number + 1]]
+        n, m = len(source), len(target)
+        assert batch.source[row].tolist() == [*source, END] + [PAD] * (batch.source.shape[1] - n - 1)
+        assert batch.segments[row].tolist() == [0] * (n + 1) + [-1] * (batch.source.shape[1] - n - 1)
+        assert batch.words[row, :n].tolist() == begins.cumsum(0).tolist()
+        assert batch.given[row, : m + 1].tolist() == [BEGIN, *target]
+        assert batch.wanted[row, : m + 1].tolist() == [*target, END]
+        assert (batch.wanted[row, m + 1 :] == PAD).all()
+
+
+def test_an_epoch_sees_every_pair_once_in_batches_of_bounded_size(corpus):
+    pairs = corpus.splits["train"]
+    seen, rows = [], batches(pairs, 400, seed=5)
+    while len(seen) < len(pairs):
+        chunk = next(rows)
+        assert max(gather(pairs, chunk).source.numel(), gather(pairs, chunk).given.numel()) <= 400
+        seen += chunk.tolist()
+    assert sorted(seen) == list(range(len(pairs)))
+    first, second, other = ([x.tolist() for x in islice(batches(pairs, 400, seed), 5)] for seed in (5, 5, 6))
+    assert first == second != other
+
+
+def test_words_begin_at_spaces_and_punctuation(data, corpus):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(data / "small-160" / "tokenizer.json"))
+    source = corpus.splits["test"].source
+    text = (data / "small-160" / "test.de.txt").read_text().splitlines()[0]
+    end = int(source.starts[1])
+    words, tokens, begins = [], source.tokens[:end].tolist(), source.begins[:end].tolist()
+    for token, begin in zip(tokens, begins, strict=True):
+        piece = tokenizer.id_to_token(token)
+        words = [*words, piece] if begin else [*words[:-1], words[-1] + piece]
+    assert tokenizer.decode(tokens) == text
+    assert [word.strip("▁") for word in words] == text.replace(".", " .").replace("?", " ?").split()
+
+
+def test_eight_pairs_are_learned_by_heart_and_translated_back(corpus, data):
+    whole = corpus.splits["train"]
+    pairs = Pairs(*(Side(side.tokens, side.begins, side.starts[:9]) for side in whole))
+    model = Model(encoder=SEVEN, width=64, head_dim=8, hidden=128, layers=1, dropout=0.0)
+    run = Run("smoke", "overfit", "small-160", Training(60, rate=5e-3, smoothing=0.0), model)
+    net = start(run, corpus.vocabulary, CPU)
+    optimiser = make_optimiser(net, run.training)
+    batch = gather(pairs, torch.arange(8))
+    for step in range(1, 61):
+        loss, _ = train_step(net, optimiser, batch, run.training, step)
+    assert loss < 0.05
+    wanted = [pairs.target.tokens[pairs.target.starts[i] : pairs.target.starts[i + 1]].tolist() for i in range(8)]
+    assert translate(net, pairs, CPU, beam=3) == wanted
+    assert translate(net, pairs, CPU, beam=1) == wanted
+
+
+def test_beam_search_finds_the_most_likely_sentence_where_all_can_be_tried(corpus):
+    """A beam as wide as the tree of all short sentences is an exhaustive search."""
+    torch.manual_seed(0)
+    vocabulary, longest = 7, 3
+    net = build(Model(encoder=SEVEN, width=32, head_dim=4, hidden=32, layers=1, dropout=0.0), vocabulary).eval()
+    with torch.no_grad():
+        net.embedding.weight *= 4
+    pairs = Pairs(*(Side(torch.tensor([4, 5, 6]), torch.ones(3).long(), torch.tensor([0, 3])),) * 2)
+    from heedful.studies.translate import search
+
+    batch = gather(pairs, torch.arange(1))
+    memory = net.encode(batch.source, segments=batch.segments, words=batch.words)
+    (found,) = search(net, memory, batch.segments, longest, beam=100, alpha=1.0)
+    allowed = [token for token in range(vocabulary) if token not in (PAD, BEGIN, END)]
+    sentences = [[]]
+    for _ in range(longest - 1):
+        sentences += [[*s, t] for s in sentences for t in allowed if [*s, t] not in sentences]
+
+    def score(sentence):
+        given = torch.tensor([[BEGIN, *sentence]])
+        log_p = net.logits(net.decode(given, memory, memory_segments=batch.segments)).log_softmax(-1)[0]
+        total = sum(log_p[at, token] for at, token in enumerate([*sentence, END]))
+        return float(total.detach() / ((5 + len(sentence) + 1) / 6))
+
+    assert found == max(sentences, key=score)
+
+
+def test_resuming_gives_the_same_bits(corpus, tmp_path):
+    run, kept = tiny(), []
+    whole = train(run, corpus, CPU, kept.append)
+    path = tmp_path / "checkpoint.pt"
+    train(run, corpus, CPU, lambda line: None, checkpoint=path, checkpoint_every=5, stop_after=7)
+    again = train(run, corpus, CPU, lambda line: None, checkpoint=path)
+    for (name, one), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert [line["step"] for line in kept] == [4, 8, 12]
+    with pytest.raises(ValueError, match="checkpoint of run"):
+        train(replace(run, seed=3), corpus, CPU, kept.append, checkpoint=path)
+
+
+def test_the_rate_rises_and_falls():
+    settings = Training(100, rate=2.0, warmup=0.1)
+    assert rate(settings, 5) == pytest.approx(1.0)
+    assert rate(settings, 10) == pytest.approx(2.0)
+    assert rate(settings, 100) == pytest.approx(0.2)
+
+
+def test_shuffled_targets_are_the_same_sentences_elsewhere(corpus):
+    pairs = corpus.splits["train"]
+    shuffled = shuffle_targets(pairs, 0)
+
+    def sentences(side):
+        return [tuple(side.tokens[a:b].tolist()) for a, b in zip(side.starts, side.starts[1:], strict=False)]
+
+    assert sorted(sentences(shuffled.target)) == sorted(sentences(pairs.target))
+    moved = sum(a != b for a, b in zip(sentences(shuffled.target), sentences(pairs.target), strict=True))
+    assert moved > 0.9 * len(pairs)
+
+
+def test_padding_costs_nothing_of_the_loss(corpus):
+    net = build(Model(encoder=SEVEN, **TINY), corpus.vocabulary).eval()
+    pairs = corpus.splits["train"]
+    rows = torch.tensor([0, 20, 5])
+    together = batch_loss(net, gather(pairs, rows), reduction="sum")
+    apart = sum(batch_loss(net, gather(pairs, rows[i : i + 1]), reduction="sum") for i in range(3))
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-4)
+
+
+def test_a_run_is_recorded_once_and_whole(data, tmp_path):
+    run = tiny(4)
+    lines = work(run, data, CPU)
+    assert [line["kind"] for line in lines] == ["config", "steps", "steps", "steps", "steps", "result"]
+    assert {line["run"] for line in lines} == {run.key}
+    result = lines[-1]
+    assert len(result["outputs"]["test"]) == 20 and set(result["losses"]) >= {"train", "dev", "test", "test_unseen"}
+    assert sum(len(line["norm"]) for line in lines if line["kind"] == "steps") == 4
+    append(tmp_path, lines)
+    append(tmp_path, [{**line, "run": "other"} for line in lines[:-1]])
+    assert finished(tmp_path) == {run.key}
+    assert json.dumps(list(read(tmp_path))[: len(lines)]) == json.dumps(lines)
+    file = tmp_path / "records-00.jsonl.gz"
+    file.write_bytes(file.read_bytes() + b"\x1f\x8b cut off")
+    assert finished(tmp_path) == {run.key}
+
+
+def test_the_runner_works_through_a_queue_and_skips_what_is_done(data, tmp_path, capsys):
+    command = ["--corpora", "small-160", "--data", str(data), "--out", str(tmp_path), "--steps", "2", "--tiny"]
+    command += ["--cells", "7Ftoken+1L", "--seeds", "0-1", "--parallel", "1", "--seconds", "240"]
+    assert main(command) == 0
+    assert len(finished(tmp_path)) == 2
+    assert main(command) == 0
+    assert "0 runs to do, 2 recorded already" in capsys.readouterr().out
+
+
+def test_numbers_of_a_config_can_be_set(capsys):
+    command = ["--list", "--cells", "8L", "--corpora", "de-5000", "--seeds", "0"]
+    keys = []
+    for change in ("training.rate=1e-3", "training.rate=5e-4", "model.dropout=0.1"):
+        assert main([*command, "--set", change]) == 0
+        keys.append(json.loads(capsys.readouterr().out)["run"])
+    assert keys[0] == Run("fixed-heads", "8L", "de-5000", Training(1500)).key
+    assert len(set(keys)) == 3
+    with pytest.raises(SystemExit, match="expected a number"):
+        main([*command, "--set", "model.depth=3"])
+
+
+def test_heads_are_described_by_where_they_look_and_by_their_twins(corpus):
+    kinds = ("current", "previous", "next", "left", "last")
+    model = Model(encoder=(fixed_heads.fixed("token", (*kinds, "current")), Group(2)), **TINY)
+    torch.manual_seed(0)
+    rows = describe_heads(build(replace(model, layers=2), corpus.vocabulary), corpus.splits["dev"], CPU, 7)
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(8)]
+    for at, kind in enumerate(kinds):
+        assert rows[at][kind] == rows[8 + at][kind] == pytest.approx(1, abs=1e-3), kind
+    assert rows[0]["twin_cosine"] == pytest.approx(1, abs=1e-3) and rows[0]["twin"] in ([0, 5], [1, 0], [1, 5])
+    assert rows[1]["twin"] == [1, 1]  # the same fixed pattern in the other layer
+    assert rows[0]["entropy"] == 0 < rows[6]["entropy"] <= 1
+    lengths = (corpus.splits["dev"].source.lengths[:7] + 1).float()
+    assert rows[0]["first"] == pytest.approx(float(7 / lengths.sum()), abs=1e-3)  # row 0 alone looks at itself there
+
+
+def test_an_unknown_group_is_named():
+    with pytest.raises(ValueError, match="expected one of softmax"):
+        build(Model(encoder=(Group(8, "sofmax"),)), 10)
