@@ -14,7 +14,13 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import torch
 import zoo
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import heedful.hf as hf
 from heedful.hf.modules import Notice
@@ -153,6 +159,17 @@ def test_stored_weights_that_are_left_out_are_told_and_not_called_random(copy):
     with pytest.warns(Notice, match=r"^9 stored weights have no place in the model and were left out \(model.layers.1"):
         model, _ = hf.load(copy(num_hidden_layers=1), allow_random=True)
     assert "random" not in loaded(model).described()
+
+
+def test_experts_that_can_not_be_joined_are_named(tmp_path, capfd):
+    config = Qwen3MoeConfig(**zoo.LLAMA, **zoo.EXPERTS)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.experts.0.down_proj.weight"] = torch.zeros(3, 16)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    said = refusal(tmp_path)
+    assert "the stored parts of model.layers.1.mlp.experts.down_proj can't be joined" in said
+    assert "above report" not in said and "LOAD REPORT" not in capfd.readouterr().err
 
 
 # ---- what is harmless

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +28,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from heedful.hf.modules import Notice, Refused, quantised
-from heedful.hf.weights import Fit, Loaded, check_files, check_kinds, fit, known_prefixes, remember
+from heedful.hf.weights import Fit, Loaded, check_files, check_kinds, fit, known_prefixes, listed, remember
 from heedful.notices import notices
 
 
@@ -91,6 +93,8 @@ def load(
         kind, named = _class_of(config, remote_code)
         how = {"config": config, "dtype": dtype or "auto", "use_safetensors": None if pickle else True, **options}
         model, fitting, prefix = _read(kind, where, how)
+    except MemoryError:
+        raise
     except Exception as error:  # a configuration or a file that is damaged fails in any way
         if remote_code and not isinstance(error, OSError | ValueError | ImportError):
             raise  # most likely in code of the model's own
@@ -119,7 +123,7 @@ def _read(kind: Any, where: Path | str, how: dict[str, Any]) -> tuple[PreTrained
 
     def attempt(prefix: str) -> tuple[PreTrainedModel, dict[str, Any]]:
         renamed = {"key_mapping": {f"^{re.escape(prefix)}": ""}} if prefix else {}
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _joining():
             torch.default_generator.manual_seed(0)  # what is not stored is alike every time: a scan can resume
             return kind.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **renamed, **how)
 
@@ -131,6 +135,35 @@ def _read(kind: Any, where: Path | str, how: dict[str, Any]) -> tuple[PreTrained
             if fit(again, found):
                 return again, fit(again, found), prefix
     return model, fitting, ""
+
+
+@contextmanager
+def _joining() -> Iterator[None]:
+    """Refuse by name stored weights that can't be joined into one of the model, such as the experts of a layer.
+
+    transformers names them in its report alone. `fit` judges everything else in it, so it is not printed.
+    """
+    logger, said = logging.getLogger("transformers.modeling_utils"), []
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return record.levelno >= shown and "LOAD REPORT" not in said[-1]
+
+    level, shown = logger.level, logger.getEffectiveLevel()
+    logger.addFilter(keep)
+    logger.setLevel(min(logging.WARNING, shown))
+    try:
+        yield
+    except RuntimeError as error:
+        names = re.findall(r"^(\S+)\s*\|\s*CONVERSION", "\n".join(said), re.MULTILINE)
+        if not names:
+            raise
+        raise Refused(
+            f"the stored parts of {listed(names)} can't be joined. Likely cause: some of them have another shape."
+        ) from error
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
 
 
 def _place(name: str) -> Path | str:
