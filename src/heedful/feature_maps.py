@@ -240,7 +240,8 @@ class Hedgehog(LogFeatureMap):
         self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
 
     def log_query(self, x):
-        y = x @ self.weight.to(x.dtype).mT
+        weight = self.weight[0] if len(self.weight) == 1 else self.weight  # x may have no head axis
+        y = x @ weight.to(x.dtype).mT
         return torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], -1)
 
     def dim(self, d):
