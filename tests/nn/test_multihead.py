@@ -158,12 +158,12 @@ def test_parameters_can_be_reset_as_torchs_can():
     assert torch.equal(theirs.in_proj_weight, ours.in_proj_weight)
 
 
-def test_the_signatures_are_torchs_with_mechanism_besides():
+def test_the_signatures_are_torchs_with_mechanism_and_words_besides():
     def names(function):
         return [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
 
     assert names(MultiheadAttention.__init__) == [*names(nn.MultiheadAttention.__init__), ("mechanism", None)]
-    assert names(MultiheadAttention.forward) == names(nn.MultiheadAttention.forward)
+    assert names(MultiheadAttention.forward) == [*names(nn.MultiheadAttention.forward), ("words", None)]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
