@@ -66,6 +66,8 @@ def check_inputs(
             f"k: width {k.shape[-1]}, expected {q.shape[-1]} to match q {_shape(q)}; got k {_shape(k)}. Likely cause: "
             "heads were not split, or the last two axes are swapped."
         )
+    if not q.shape[-1]:
+        raise ValueError(f"q: width 0 {_shape(q)}, expected at least 1: without a width there is no product q·k.")
     if v is not None and v.shape[-2] != m:
         raise ValueError(
             f"v: {v.shape[-2]} tokens, expected {m} to match k {_shape(k)}; got v {_shape(v)}. Likely cause: k and v "
@@ -92,6 +94,7 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor | None) -> bool:
     shape, dtype, device = q.shape, q.dtype, q.device
     return (
         len(shape) >= 2
+        and shape[-1] > 0
         and dtype.is_floating_point
         and shape == k.shape == v.shape
         and dtype is k.dtype is v.dtype

@@ -29,7 +29,7 @@ from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step
 from heedful.kernels.random_features import random_features
 from heedful.patterns import Causal, Full, Pattern
-from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
+from heedful.segments import differ_by_head, in_last, of_head, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
 _DECAYS = WeakIdKeyDictionary()
@@ -105,6 +105,8 @@ class Featured(RecurrentMechanism):
             out = self._again(q, k, v)
             if out is not None:
                 return out
+        if isinstance(segments, tuple) and differ_by_head(segments):
+            return self._head_by_head(q, k, v, segments)
         if isinstance(segments, tuple):
             return per_segment(self, q, k, v, segments, self.parameters())
         if isinstance(self.feature_map, LogFeatureMap):
@@ -114,6 +116,19 @@ class Featured(RecurrentMechanism):
                     out = random_features(*inputs, **options)
                     return out.reshape(*broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), *out.shape[-2:])
         return self._run(q, k, v, segments, False)[0]
+
+    def _head_by_head(self, q, k, v, segments: tuple[Tensor, Tensor]) -> Tensor:
+        """A pair of segments for each head: all heads under those of one, of which that one is kept.
+
+        Features and decays may be those of a head, so a call always has all heads.
+        """
+        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+        rows = []
+        for head in range(batch[-1]):
+            queries, keys = (ids if ids.ndim < 2 else ids[..., None, :] for ids in of_head(segments, head))
+            rows.append(per_segment(self, q, k, v, (queries, keys))[..., head, :, :])
+        return torch.stack(rows, -3)
 
     def _again(self, q, k, v) -> Tensor | None:
         """The output, where the kernel has taken inputs of this kind before: a short way to the launch. Or None."""
@@ -188,7 +203,7 @@ class Featured(RecurrentMechanism):
             raise ValueError("segments: a pair, expected one tensor: tokens that follow are queries and keys alike.")
         out, state = self._run(q, k, v, segments)
         batch, wide = out.shape[:-2], _state_dtype(q.dtype)
-        S, z, scale = (None if x is None else x.reshape(*batch, *x.shape[2:]).to(wide) for x in state)
+        S, z, scale = (None if x is None else x.reshape((*batch, *x.shape[2:])).to(wide) for x in state)
         ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 

@@ -84,8 +84,8 @@ class TruncatedSVD(Mechanism):
 
     def _nearest(self, q: Tensor, k: Tensor) -> Float[Tensor, "*b n m"]:
         """A_r in float32 or better."""
-        A = self.inner.matrix(q, k)
-        A = A.to(torch.promote_types(q.dtype, torch.float32))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        A = self.inner.matrix(q.to(wide), k.to(wide))  # q·k may leave the range of float16
         return A if A.numel() == 0 else _BestOfRank.apply(A, self.rank)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:

@@ -23,7 +23,7 @@ from heedful.shapes import Tensor
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with the same constructor, call, parameters and results, and `mechanism` besides.
+    """`torch.nn.MultiheadAttention` with the same constructor, call, parameters and results, and a `mechanism`.
 
     >>> import torch, heedful as h
     >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

@@ -270,6 +270,7 @@ def _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameter
         wanted.append(bias)
     with torch.enable_grad():
         weights = rows.weights(scores, tile, bias, parameters)
+    dweights = dweights.sum_to_size(weights.shape)  # values may have batch axes that the weights lack
     found = list(torch.autograd.grad(weights, wanted, dweights, allow_unused=True, materialize_grads=True))
     if dbias is not None:
         target, part = pick(dbias, tile.batch), found.pop()

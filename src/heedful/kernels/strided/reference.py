@@ -286,10 +286,11 @@ def _merge(out: Tensor, lse: Tensor, o: Tensor, log: Tensor, *, first: bool) -> 
         out.copy_(o)
         lse.copy_(log)
         return
-    both = torch.logaddexp(lse, log)
-    safe = both.masked_fill(both == -inf, 0)
-    out.mul_((lse - safe).exp()).add_(o.mul_((log - safe).exp()))
-    lse.copy_(both)
+    share = (
+        (log - lse).sigmoid().nan_to_num_(0.0)
+    )  # shares add up to 1 however large the logarithms are; −∞ − −∞ is NaN
+    out.mul_(1 - share).add_(o.mul_(share))
+    lse.copy_(torch.logaddexp(lse, log))
 
 
 def _pull_back(s: Tensor, inputs, outputs, scale: float, scores_too: bool) -> list[Tensor]:

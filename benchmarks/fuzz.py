@@ -1,0 +1,615 @@
+"""Random calls of every entry of the catalogue, compared with the definition in float64.
+
+    python benchmarks/fuzz.py --calls 100000 --seed 0 --workers 2
+    python benchmarks/fuzz.py --calls 5000 --device cuda --seconds 900
+    python benchmarks/fuzz.py --only 0:1234          one call, with everything about it
+
+A call draws an entry and its options, lengths and widths (0, 1, odd ones, rarely 1000), batch axes that broadcast,
+padding, packing or pairs of segments, a dtype, the size of the logits (up to 10⁴), memory layouts, and which inputs
+want a gradient. It runs `forward` and, at random, the backward pass, the operator's products, and prefill with a few
+steps.
+
+The oracle is matrix(q, k) @ v in float64 on the same rounded inputs. A result in float64 must lie within the tolerance
+that `heedful.testing` derives; one in a lower precision may err at most twice as much as matrix(q, k) @ v in that
+precision, or by the floor of `precision_is_no_worse_than_naive`. Both rules are for many numbers. On a handful, naive
+arithmetic is exact by luck now and then, so before a call counts as a failure
+- naive errors are also taken at inputs that differ by one rounding, and the largest counts; so does what a rounding of
+  the inputs to float32 changes in the definition, as in the tolerance of float64;
+- the floor is that of the terms that a result is a sum of: those of a gradient may cancel to zero, and so may a
+  normaliser of features with signs. Gradients and adjoints have weights exp(score − lse), which err by the rounding of
+  the score; outputs have no such excuse.
+
+A ValueError or TypeError that says what was expected is a refusal; the summary lists the refusals by their words.
+Everything else is a failure, with its reproducer. Results are appended to --out as they come, one JSON line a call; the
+same command again goes on where it stopped. Exits with 1 if a call failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import heedful as h
+from heedful.core import Mechanism, RecurrentMechanism
+from heedful.feature_maps import FeatureMap, LogFeatureMap
+from heedful.kernels.iterated_inverse import iterated_inverse
+from heedful.mechanisms.featured import Featured
+from heedful.mechanisms.nystrom import Nystrom, landmarks
+from heedful.segments import Segments, allowed, from_lengths, resolve
+from heedful.shapes import Tensor, broadcast_shapes
+from heedful.testing.arithmetic import _assert_precise
+from heedful.testing.case import Oracle, assert_agrees, dense, oracles
+
+LENGTHS = {0: 2, 1: 6, 2: 6, 3: 6, 5: 8, 8: 8, 15: 6, 16: 6, 17: 6, 31: 6, 33: 6, 63: 4, 64: 4, 65: 4, 100: 3, 127: 2}
+LONG = 1000  # once in 500 calls
+WIDTHS = {1: 3, 2: 4, 3: 4, 5: 6, 8: 10, 16: 10, 17: 4, 32: 6, 64: 4, 65: 1, 128: 1}
+DTYPES = {torch.float64: 3, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+LOGITS = {0.1: 2, 1.0: 10, 10.0: 3, 100.0: 2, 1e3: 1, 1e4: 1}
+NEIGHBOURS = 8
+"""How many inputs, a rounding apart, tell what naive arithmetic errs."""
+
+
+class Failed(AssertionError):
+    """A result that nothing explains."""
+
+
+@dataclass
+class Call:
+    """What one call is made of; `about` is what a reader needs to know of it."""
+
+    entry: str
+    options: dict[str, Any]
+    mechanism: Mechanism
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    segments: Segments | None
+    wants: tuple[str, ...]
+    learns: bool
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def pick(random: Random, weights: dict[Any, float]) -> Any:
+    return random.choices(list(weights), list(weights.values()))[0]
+
+
+# ---- drawing
+
+
+def draw(seed: int, call: int) -> Iterator[Call]:
+    """The call of that number. A generator, so that what is known so far is there when building it is refused."""
+    random = Random(f"{seed}:{call}")
+    generator = torch.Generator().manual_seed(random.getrandbits(40))
+    name = random.choice(list(h.CATALOG))
+    entry = h.CATALOG[name]
+    long = random.random() < 1 / 500
+    m = LONG if long else pick(random, LENGTHS)
+    n = m if random.random() < 0.7 else pick(random, LENGTHS) if random.random() < 0.3 else random.randint(min(1, m), m)
+    d, e = pick(random, WIDTHS), pick(random, {**WIDTHS, 0: 1, 100: 1})
+    d = min(d, 16) if name in ("polynomial", "taylor") else 0 if random.random() < 0.003 else d
+    batch = (
+        []
+        if long
+        else [pick(random, {1: 3, 2: 6, 3: 3, 0: 0.1}) for _ in range(pick(random, {0: 1, 1: 3, 2: 5, 3: 2}))]
+    )
+    axes = [_some_axes(random, batch) for _ in range(3)]
+    whole = broadcast_shapes(*(tuple(one) for one in axes))
+    dtype, logits = pick(random, DTYPES), pick(random, LOGITS)
+    about = {"n": n, "m": m, "d": d, "e": e, "axes": axes, "dtype": str(dtype)[6:], "logits": logits}
+    options = _options(random, entry.build, {"d": d, "heads": whole[-1] if whole else 1, "length": max(m, n, 1)})
+    yield Call(name, options, None, None, None, None, None, (), False, about)  # type: ignore[arg-type]
+
+    torch.manual_seed(call)
+    mechanism = entry.build(**options).to(dtype).eval()
+    spread = (logits / 3) ** 0.5
+    sizes = ((n, d, spread), (m, d, spread), (m, e, 1.0))
+    tensors = []
+    for axis, (length, width, size) in zip(axes, sizes, strict=True):
+        x = torch.randn(*axis, length, width, generator=generator, dtype=torch.float64) * size
+        tensors.append(_laid_out(random, (x + (random.random() < 0.2)).to(dtype) if size == 1.0 else x.to(dtype)))
+    lead = broadcast_shapes(tuple(axes[0]), tuple(axes[1]))
+    segments = _segments(random, generator, n, m, lead)
+    wants = tuple(name for name in "qkv" if random.random() < 0.7) if random.random() < 0.6 else ()
+    about |= {"segments": _told(segments), "wants": "".join(wants), "strides": [tuple(x.stride()) for x in tensors]}
+    learns = bool(wants) and random.random() < 0.4
+    yield Call(name, options, mechanism, *tensors, segments, wants, learns, about)  # type: ignore[arg-type]
+
+
+def _some_axes(random: Random, batch: list[int]) -> list[int]:
+    """Batch axes that broadcast to `batch`: some of size 1, some leading ones left out."""
+    axes = [1 if random.random() < 0.15 else size for size in batch]
+    return axes[random.randint(0, len(axes)) :] if random.random() < 0.15 else axes
+
+
+def _options(random: Random, build: Callable[..., Mechanism], facts: dict[str, int]) -> dict[str, Any]:
+    small = partial(random.randint, 1)
+    makes: dict[str, Callable[[], Any]] = {
+        "pattern": lambda: _pattern(random, build),
+        "scale": lambda: random.choice([None, 0.3, 1.0]),
+        "temperature": lambda: random.choice([1.0, 0.5, 3.0]),
+        "softcap": lambda: random.choice([None, None, 2.0, 30.0]),
+        "sink": lambda: random.choice([None, None, torch.nn.Parameter(torch.tensor(0.5))]),
+        "bias": lambda: random.choice([None, None, distance]),
+        "causal": lambda: random.random() < 0.5,
+        "normalise": lambda: random.random() < 0.5,
+        "shared": lambda: random.random() < 0.5,
+        "hyperbolic": lambda: random.random() < 0.3,
+        "gate": lambda: random.choice(["channel", "head"]),
+        "projection": lambda: random.choice(["learned", "pooled", "random"]),
+        "edge": lambda: "last",
+        "kind": lambda: random.choice(
+            ["sderf", "aderf", "saderf"]
+            if "window" not in inspect.signature(build).parameters
+            else ["favor+", "favor++", "favor#"]
+        ),
+        "seed": lambda: random.randint(0, 9),
+        "decay": lambda: random.choice([0.5, 0.9, 0.999, 1.0]),
+        "tau": lambda: random.choice([1.0, 16.0]),
+        "rounds": lambda: small(3),
+        "radius": lambda: random.randint(0, 4),
+        "tokens": lambda: tuple(random.sample(range(9), random.randint(0, 3))),
+        "features": lambda: random.choice([1, 2, 4, 16, 33, 64]),
+        "sinks": lambda: random.randint(0, 4),
+        "after": lambda: random.randint(0, 6),
+        "before": lambda: random.choice([0, 1, 5, 16, 70]),
+        "window": lambda: random.choice([1, 2, 4, 6, 16, 70]),
+        "summary": lambda: 1,
+        "gap": lambda: small(5),
+        "random": lambda: small(2),
+        **{name: lambda: random.choice([1, 2, 3, 4, 8, 16, 33]) for name in ("size", "stride", "k", "landmarks")},
+        "rank": lambda: min(random.choice([1, 2, 4, 8, 16, 33]), facts["length"]),
+        "latents": lambda: random.choice([1, 4, 8, 33]),
+        "inner": lambda: random.choice([None, h.Softmax(h.Full())]),
+    }
+    asked = inspect.signature(build).parameters
+    options = {name: facts[name] for name in asked if name in facts}
+    return options | {name: makes[name]() for name in asked if name in makes and name not in options}
+
+
+def distance(i: Tensor, j: Tensor) -> Tensor:
+    return -0.2 * (i - j).abs()
+
+
+def _pattern(random: Random, build: Callable[..., Mechanism]) -> h.patterns.Pattern:
+    made = str(inspect.signature(build).return_annotation)
+    if build is h.Nystrom and random.random() < 0.95:  # what it does not take is refused; that is tried now and then
+        return h.Full()
+    if random.random() < (0.95 if "Linear" in made or "LowRank" in made else 0.5):
+        return random.choice([h.Causal(), h.Full()])
+    simple = [
+        h.Window(random.randint(0, 20), random.randint(0, 9), random.randint(0, 3)),
+        h.Blocks(random.randint(1, 20)),
+        h.Strided(random.randint(1, 9)),
+        h.Global(tuple(random.sample(range(20), 2))),
+        h.RandomBlocks(random.randint(1, 9), random.randint(1, 2), random.randint(0, 5)),
+        h.SparseFixed(4, 1),
+    ]
+    one, other = random.sample(simple, 2)
+    return random.choice([one, one | other, one & h.Causal(), (one | other) & h.Causal()])
+
+
+def _segments(random: Random, generator: torch.Generator, n: int, m: int, batch: tuple[int, ...]) -> Segments | None:
+    kind = pick(random, {"none": 5, "right": 1, "left": 1, "packed": 1, "mixed": 1, "pair": 0.7, "padding": 0.2})
+    lead = tuple(size if random.random() < 0.6 else 1 for size in batch) if random.random() < 0.7 else ()
+    if kind == "none" or (n > m and kind != "pair"):
+        return None
+
+    def randint(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, (*lead, *shape), generator=generator)
+
+    if kind in ("right", "left"):
+        return from_lengths(randint(0, m + 1), m, padding=kind)
+    if kind == "packed":
+        return randint(0, 2, m).mul(randint(0, 2, m)).cumsum(-1) - int(random.random() < 0.2)
+    if kind == "mixed":
+        return randint(-1, 3, m)
+    if kind == "padding":
+        return torch.full((*lead, m), -1)
+    return randint(-1, 3, n), randint(-1, 3, m)
+
+
+def _laid_out(random: Random, x: Tensor) -> Tensor:
+    """The same numbers, elsewhere in memory."""
+    way = pick(random, {"plain": 6, "tokens first": 1, "width first": 1, "every second": 1, "offset": 1})
+    if way == "tokens first":
+        return x.movedim(-2, 0).contiguous().movedim(0, -2)
+    if way == "width first":
+        return x.mT.contiguous().mT
+    if way == "every second":
+        return torch.stack([x, x], -2).flatten(-3, -2)[..., ::2, :]
+    if way == "offset":
+        return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    return x
+
+
+def _told(segments: Segments | None) -> str:
+    if segments is None:
+        return "none"
+    return "pair" if isinstance(segments, tuple) else f"{tuple(segments.shape)}"
+
+
+# ---- running
+
+
+def run(seed: int, call: int, device: str = "cpu") -> dict[str, Any]:
+    """One line of the results."""
+    made = None
+    start = time.process_time()
+    line: dict[str, Any] = {"call": call, "verdict": "ok"}
+    try:
+        for made in draw(seed, call):  # noqa: B007  (the last one is whole)
+            pass
+        _check(made, Random(f"{seed}:{call}:run"), device)
+    except (ValueError, TypeError) as error:
+        expected = re.search(r"expected|no mechanism", str(error), re.IGNORECASE)
+        line["verdict"] = "refused" if expected else "failed"
+        line["why"] = f"{type(error).__name__}: {error}" + ("" if expected else f" {_frame(error)}")
+    except AssertionError as error:
+        line |= {"verdict": "failed", "why": str(error)}
+    except Exception as error:
+        line |= {"verdict": "failed", "why": f"{type(error).__name__}: {error} {_frame(error)}"}
+    assert made is not None
+    line["entry"] = made.entry
+    if line["verdict"] == "failed":
+        line |= {"reproduce": f"--only {seed}:{call}", "options": str(made.options), "about": made.about}
+    return line | {"seconds": round(time.process_time() - start, 4)}
+
+
+def _frame(error: Exception) -> str:
+    inside = [frame for frame in traceback.extract_tb(error.__traceback__) if "heedful" in frame.filename]
+    frame = (inside or traceback.extract_tb(error.__traceback__))[-1]
+    return f"[{Path(frame.filename).name}:{frame.lineno} {frame.line}]"
+
+
+def _check(made: Call, random: Random, device: str) -> None:
+    """Everything that this call compares."""
+    exact = copy.deepcopy(made.mechanism).double()
+    mechanism = made.mechanism.to(device)
+    inputs = [made.q, made.k, made.v]
+    weight = torch.randn(
+        *broadcast_shapes(*(x.shape[:-2] for x in inputs)), made.q.shape[-2], made.v.shape[-1],
+        generator=torch.Generator().manual_seed(random.getrandbits(40)), dtype=torch.float64,
+    ).to(made.q.dtype)  # fmt: skip
+    segments = made.segments
+    rounding = _rounding(made, made.q, made.k, mechanism.pattern, segments)
+    names = ["output", *(f"gradient in {name}" for name in made.wants)]
+    if made.learns:
+        names += [f"gradient in {name}" for name, _ in mechanism.named_parameters()]
+
+    def results(call: Callable[..., Tensor], attend: Mechanism, weight: Tensor, *given: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_(name in made.wants) for name, x in zip("qkv", given, strict=True)]
+        with torch.set_grad_enabled(bool(made.wants)):
+            out = call(attend, *leaves)
+        wanted = [x for x in leaves if x.requires_grad] + (list(attend.parameters()) if made.learns else [])
+        if not wanted:
+            return [out]
+        if not out.requires_grad and call is not fast:  # the definition saw no key: zeros
+            return [out, *(torch.zeros_like(x) for x in wanted)]
+        grads = torch.autograd.grad(out, wanted, weight.to(out), allow_unused=True, materialize_grads=True)
+        return [out.detach(), *grads]
+
+    def fast(attend: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, segments=_to(segments, q.device))
+
+    def slow(attend: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense(attend, q, k, v, _to(segments, q.device)).expand(*weight.shape)
+
+    _compare(
+        names,
+        lambda *x: results(fast, mechanism, weight, *x),
+        lambda *x: results(slow, mechanism, weight, *x),
+        lambda *x: results(slow, exact, weight.double(), *x),
+        inputs,
+        rounding,
+        device,
+    )
+    if random.random() < 0.25:
+        _check_operator(made, mechanism, exact, weight, rounding, device)
+    if isinstance(mechanism, RecurrentMechanism) and random.random() < 0.5 and made.q.shape[-2] <= made.k.shape[-2]:
+        _check_steps(made, mechanism, exact, random, device)
+
+
+def _check_operator(
+    made: Call, mechanism: Mechanism, exact: Mechanism, y: Tensor, rounding: Rounding, device: str
+) -> None:
+    def fast(attend: Mechanism, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> list[Tensor]:
+        A = attend.operator(q, k, segments=_to(made.segments, q.device))
+        return [A @ v, A.mT @ y]
+
+    def slow(attend: Mechanism, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> list[Tensor]:
+        A = attend.matrix(q, k, segments=_to(made.segments, q.device))
+        return [(A @ v).expand(*y.shape[:-2], -1, -1), (A.mT @ y).expand(*y.shape[:-2], -1, -1)]
+
+    inputs = [made.q, made.k, made.v.expand(*y.shape[:-2], *made.v.shape[-2:]), y]
+    names = ["output of A @ x", "output of A.mT @ y"]
+    with torch.no_grad():
+        _compare(
+            names,
+            partial(fast, mechanism),
+            partial(slow, mechanism),
+            partial(slow, exact),
+            inputs,
+            rounding,
+            device,
+        )
+
+
+def _check_steps(made: Call, mechanism: RecurrentMechanism, exact: Mechanism, random: Random, device: str) -> None:
+    """Prefill, under one row of segments or none, then a few steps."""
+    n, m = made.q.shape[-2], made.k.shape[-2]
+    q = torch.cat([made.q[..., :1, :].expand(*made.q.shape[:-2], m - n, -1), made.q], -2) if n and n < m else made.q
+    if q.shape[-2] != m:
+        return
+    after = random.randint(0, min(3, m))
+    cut = m - after
+    ids = None
+    if cut and random.random() < 0.4:
+        ids = torch.tensor([random.randint(-1, 1) for _ in range(cut)])
+    own = list(range(cut))
+    if ids is not None:
+        real = [at for at in own if ids[at] >= 0]
+        own = [at for at in real if ids[at] == ids[real[-1]]] if real else []
+
+    def fast(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out, state = mechanism.prefill(*(x[..., :cut, :] for x in (q, k, v)), segments=_to(ids, q.device))
+        outs = [out]
+        for t in range(cut, m):
+            out, state = mechanism.step(state, *(x[..., t : t + 1, :] for x in (q, k, v)))
+            outs.append(out)
+        return outs
+
+    def slow(attend: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        outs = [dense(attend, *(x[..., :cut, :] for x in (q, k, v)), _to(ids, q.device))]
+        for t in range(cut, m):
+            index = [*own, *range(cut, t + 1)]
+            outs.append(dense(attend, *(x[..., index, :] for x in (q, k, v)))[..., -1:, :])
+        batch = broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+        return [out.expand(*batch, -1, -1) for out in outs]
+
+    real = [*own, *range(cut, m)]
+    rounding = _rounding(made, q[..., real, :], made.k[..., real, :], h.Causal(), None)
+    names = [f"output of prefill of {cut}", *(f"output of step {t}" for t in range(after))]
+    with torch.no_grad():
+        _compare(names, fast, partial(slow, mechanism), partial(slow, exact), [q, made.k, made.v], rounding, device)
+
+
+def _to(segments: Any, device: torch.device) -> Any:
+    if isinstance(segments, tuple):
+        return tuple(ids.to(device) for ids in segments)
+    return None if segments is None else segments.to(device)
+
+
+# ---- comparing
+
+Results = Callable[..., list[Tensor]]
+
+
+def _compare(
+    names: list[str],
+    fast: Results,
+    naive: Results,
+    exact: Results,
+    inputs: list[Tensor],
+    rounding: Rounding,
+    device: str,
+) -> None:
+    """`fast` of the inputs against `exact` of them in float64, by the suite's rules (see the top of this file)."""
+    dtype = inputs[0].dtype
+    got = [x.detach().cpu() for x in fast(*(_on(x, device) for x in inputs))]
+    if dtype == torch.float64:
+        wanted = oracles(exact, *inputs, terms=rounding.terms)
+        values = [want.value for want in wanted]
+        for name, one, want in zip(names, got, wanted, strict=True):
+            floor = 32 * rounding.terms * torch.finfo(dtype).eps * _size(name, inputs, values, rounding)
+            assert_agrees(one, Oracle(want.value, max(want.bound, floor)), name, "unknown")
+        return
+    truth = [x.detach() for x in exact(*(x.double() for x in inputs))]
+    plain: list[list[Tensor]] = []
+    for at, (name, one, want) in enumerate(zip(names, got, truth, strict=True)):
+        if one.shape != want.shape or one.dtype != dtype:
+            raise Failed(f"{name}: {one.dtype} {tuple(one.shape)}, expected {dtype} {tuple(want.shape)}.")
+        if not torch.isfinite(want).all():
+            raise Failed(f"{name}: the definition in float64 is not finite.")
+        if not want.numel() or want.abs().max() > torch.finfo(dtype).max / 4:
+            continue  # nothing to compare, or beyond what the type holds
+        if not plain:
+            plain.append([x.detach().cpu() for x in naive(*(_on(x, device) for x in inputs))])
+        order = torch.inf if name.startswith("output") else 2
+        errs = torch.linalg.vector_norm(plain[0][at].double() - want, order)
+        if not torch.isfinite(errs):
+            continue  # naive arithmetic has no answer in this type
+        if not torch.isfinite(one).all():
+            raise Failed(f"{name}: {int((~torch.isfinite(one)).sum())} of {one.numel()} numbers are not finite.")
+        try:
+            _assert_precise(name, one, plain[0][at], want, terms=rounding.terms)
+        except AssertionError as first:
+            unit = max(
+                2 * torch.finfo(dtype).eps * _size(name, inputs, truth, Rounding(1)),
+                rounding.terms**0.5 * torch.finfo(torch.float32).eps * _size(name, inputs, truth, rounding),
+            )
+            floor = torch.linalg.vector_norm(torch.full_like(want, unit), order)
+            errs = max(
+                [errs, *(_neighbour(naive, exact, inputs, at, want, order, device, s) for s in range(NEIGHBOURS))]
+            )
+            off = torch.linalg.vector_norm(one.double() - want, order)
+            if not off <= max(2 * errs, floor):
+                raise Failed(f"{first} At {NEIGHBOURS} inputs a rounding apart it errs up to {errs:.1e}.") from None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the floor of a comparison needs.
+
+    terms    the length of sums
+    growth   how much larger the terms of a normalised row are than the row
+    logit    the largest score: exp(score − lse), which passes back through a softmax use, errs by its rounding
+    """
+
+    terms: int
+    growth: float = 1.0
+    logit: float = 0.0
+
+
+def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, segments: Segments | None) -> Rounding:
+    """Sums over keys, widths, features, latents or landmarks; and Σ |φ(q)|·|φ(k)| / |Σ φ(q)·φ(k)| of normalised rows.
+
+    A product of features and its normaliser are each rounded relative to the sum of absolute values; where features
+    have signs (cosines, polynomials, q·k itself) the normaliser may be much smaller than that.
+    """
+    d, widths = q.shape[-1], [made.options.get(name, 0) for name in ("features", "latents", "landmarks", "rank")]
+    maps = [part.dim(d) for part in made.mechanism.modules() if isinstance(part, FeatureMap)]
+    terms = max(k.shape[-2] + d + sum([*widths, *maps]) * made.options.get("rounds", 1), 1)
+    attend = made.mechanism
+    logit = float((q.double() @ k.double().mT).abs().max()) / d**0.5 if q.numel() and k.numel() else 0.0
+    if isinstance(attend, Nystrom) and logit and segments is None:  # rows of its outer factors add up to 1
+        of_queries, of_keys = (landmarks(x.double(), attend.landmarks) for x in (q, k))
+        Z = iterated_inverse(attend._between(of_queries, of_keys), attend.iterations)
+        return Rounding(terms, max(float(Z.abs().sum(-1).max()), 1.0), logit)
+    signed = isinstance(attend, Featured) and attend.normalise and not isinstance(attend.feature_map, LogFeatureMap)
+    if not signed or not q.numel() or not k.numel():
+        return Rounding(terms, 1.0, logit)
+    features = copy.deepcopy(attend.feature_map).double()
+    layout = resolve(segments, q.shape[-2], k.shape[-2])
+    x, y = features.query(q.double(), layout.query_positions), features.key(k.double(), layout.key_positions)
+    sees = allowed(pattern, layout)
+    whole, total = ((a @ b.mT * sees).sum(-1) for a, b in ((x.abs(), y.abs()), (x, y)))
+    ratio = (whole / total.abs())[whole > 0]
+    return Rounding(terms, max(float(ratio.max()) if ratio.numel() else 1.0, 1.0), logit)
+
+
+def _size(name: str, inputs: list[Tensor], truth: list[Tensor], rounding: Rounding) -> float:
+    """How large the terms are that a result is a sum of; those of a gradient may cancel to zero.
+
+    The gradient in q is a sum of (g·v_j − g·o) k_j, g being the gradient of the output o, of numbers of size 1. That
+    in a parameter may have both q and k as factors.
+    """
+    q, k, v = (float(x.abs().max()) if x.numel() else 0.0 for x in inputs[:3])
+    largest = [float(x.abs().max()) if x.numel() else 0.0 for x in truth]
+    growth = rounding.growth
+    if name.startswith("output"):
+        return max(largest) * growth * (1 + (rounding.logit if "mT" in name else 0.0))
+    power = 1 if name in ("gradient in q", "gradient in k", "gradient in v") else 2
+    return max(*largest, v * inputs[2].shape[-1] ** 0.5 * max(q, k, 1.0) ** power) * growth**2 * (1 + rounding.logit)
+
+
+def _neighbour(
+    naive: Results, exact: Results, inputs: list[Tensor], at: int, want: Tensor, order: float, device: str, seed: int
+):
+    """What naive arithmetic errs at inputs that differ by one rounding, or what a rounding to float32 does to them."""
+    generator = torch.Generator().manual_seed(seed)
+    eps = torch.finfo(inputs[0].dtype).eps
+    moved = [
+        (x.double() * (1 + eps * torch.randn(x.shape, generator=generator, dtype=torch.float64))).to(x.dtype)
+        for x in inputs
+    ]
+    near = [x.double() * (1 + 1.2e-7 * torch.randn(x.shape, generator=generator, dtype=torch.float64)) for x in inputs]
+    moves = torch.linalg.vector_norm(exact(*near)[at].detach() - want, order)
+    one = naive(*(_on(x, device) for x in moved))[at].detach().cpu().double()
+    error = torch.linalg.vector_norm(one - exact(*(x.double() for x in moved))[at].detach(), order)
+    return max(error, moves) if torch.isfinite(error) else torch.tensor(torch.inf)
+
+
+def _on(x: Tensor, device: str) -> Tensor:
+    return x if device == "cpu" else x.to(device)  # strides stay
+
+
+# ---- many calls
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _run_many(seed: int, calls: list[int], device: str) -> list[dict[str, Any]]:
+    return [run(seed, call, device) for call in calls]
+
+
+def lines(seed: int, calls: list[int], device: str, workers: int) -> Iterator[dict[str, Any]]:
+    """The results of the calls as they come."""
+    if workers < 2:
+        for call in calls:
+            yield run(seed, call, device)
+        return
+    parts = [calls[at : at + 20] for at in range(0, len(calls), 20)]
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+        yield from chain.from_iterable(pool.map(partial(_run_many, seed, device=device), parts))
+
+
+def summary(found: list[dict[str, Any]]) -> str:
+    """A table by entry, the refusals by their words, and the failures."""
+    rows = [f"{'entry':<20}{'calls':>7}{'ok':>7}{'refused':>9}{'failed':>8}{'ms':>8}"]
+    for name in [*h.CATALOG, "all"]:
+        own = [line for line in found if name in (line["entry"], "all")]
+        count = Counter(line["verdict"] for line in own)
+        mean = 1e3 * sum(line["seconds"] for line in own) / max(len(own), 1)
+        row = f"{name:<20}{len(own):>7}{count['ok']:>7}{count['refused']:>9}{count['failed'] or '':>8}{mean:>8.1f}"
+        rows += [row] if own else []
+    refusals = Counter(re.sub(r"[\d.]+", "#", line["why"])[:110] for line in found if line["verdict"] == "refused")
+    rows += ["", "refusals", *(f"{count:>7}  {why}" for why, count in refusals.most_common(40))]
+    failures = [line for line in found if line["verdict"] == "failed"]
+    rows += [
+        "",
+        f"{len(failures)} failures",
+        *(f"{x['reproduce']}  {x['entry']}: {x['why'][:200]}" for x in failures[:50]),
+    ]
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1000, help="calls 0 … CALLS − 1 of the seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no call after so many seconds")
+    parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
+    parser.add_argument("--out", type=Path, help="JSON lines, appended to; fuzz-SEED-DEVICE.jsonl by default")
+    parser.add_argument("--only", metavar="SEED:CALL", help="run one call and print everything about it")
+    given = parser.parse_args()
+    _one_thread()
+    if given.only:
+        seed, call = map(int, given.only.split(":"))
+        line = run(seed, call, given.device)
+        print(*(f"{name}: {value}" for name, value in line.items()), sep="\n")
+        return int(line["verdict"] == "failed")
+    out = given.out or Path(f"fuzz-{given.seed}-{given.device}.jsonl")
+    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {line["call"] for line in found}
+    todo = [call for call in range(given.calls) if call not in done]
+    start = told = time.monotonic()
+    with out.open("a") as file:
+        for line in lines(given.seed, todo, given.device, given.workers):
+            found.append(line)
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            now = time.monotonic()
+            if now - told > 10:
+                told = now
+                file.flush()
+                rate = (len(found) - len(done)) / (now - start)
+                bad = sum(line["verdict"] == "failed" for line in found)
+                print(f"{len(found)} of {given.calls} calls, {rate:.0f} a second, {bad} failed", file=sys.stderr)
+            if now - start > given.seconds:
+                break
+    print(summary(found))
+    return int(any(line["verdict"] == "failed" for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

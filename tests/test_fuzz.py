@@ -1,0 +1,102 @@
+"""The fuzzer: some of its calls, that its comparison can fail, and what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import heedful as h
+from heedful.testing.case import dense
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import fuzz
+
+CALLS = 60
+
+
+def test_sixty_calls_have_no_unexplained_failure():
+    found = [fuzz.run(12, call) for call in range(CALLS)]
+    failed = [f"{line['reproduce']} {line['entry']}: {line['why']}" for line in found if line["verdict"] == "failed"]
+    assert not failed, "\n".join(failed)
+    assert sum(line["verdict"] == "ok" for line in found) > 0.8 * CALLS
+    assert len({line["entry"] for line in found}) > 25
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_result_that_is_a_little_wrong_is_a_failure(monkeypatch, dtype):
+    """An output that is off by a hundredth, in any precision: naive bfloat16 errs by less than that."""
+    monkeypatch.setattr(fuzz, "DTYPES", {dtype: 1})
+    monkeypatch.setattr(fuzz, "LOGITS", {1.0: 1})
+    right, call = h.Linear.forward, h.Linear.__call__
+    own = [number for number in range(300) if next(fuzz.draw(3, number)).entry == "linear-relu"][:8]
+    before = [fuzz.run(3, number)["verdict"] for number in own]
+    monkeypatch.setattr(h.Linear, "forward", lambda self, *x, **given: right(self, *x, **given) * 1.03)
+    after = [fuzz.run(3, number) for number in own]
+    assert call is h.Linear.__call__ and "failed" not in before
+    assert sum(line["verdict"] == "failed" for line in after) >= before.count("ok") / 2
+    assert all("--only 3:" in line["reproduce"] for line in after if line["verdict"] == "failed")
+
+
+def test_results_are_appended_and_taken_up_again(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "calls.jsonl"
+    for calls in (3, 5):
+        monkeypatch.setattr(sys, "argv", ["fuzz.py", "--calls", str(calls), "--seed", "12", "--out", str(out)])
+        assert fuzz.main() == 0
+        assert [json.loads(line)["call"] for line in out.read_text().splitlines()] == list(range(calls))
+    assert "0 failures" in capsys.readouterr().out
+
+
+# What the fuzzer found, one call each.
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["l2", "memory", "softmax"])
+def test_values_may_have_batch_axes_that_queries_and_keys_lack(name):
+    """Gradients where the weights of a row have no formula of their own for the backward pass."""
+    options = {"sink": torch.nn.Parameter(torch.tensor(0.3))} if name == "softmax" else {}
+    attend = h.build(name, **options).double()
+    q, k, v, g = draw(2, 9, 4), draw(2, 9, 4, seed=1), draw(3, 2, 9, 5, seed=2), draw(3, 2, 9, 5, seed=3)
+    wanted = [x.requires_grad_() for x in (q, k, v)] + list(attend.parameters())
+    got, want = (torch.autograd.grad(out, wanted, g) for out in (attend(q, k, v), dense(attend, q, k, v)))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "linear-exp", "linear"])
+def test_linear_attention_needs_no_batch_axes(name):
+    asked = {"d": 4} if name == "hedgehog" else {}
+    attend = h.build(name, **asked).double()
+    q, k, v = draw(7, 4), draw(7, 4, seed=1), draw(7, 3, seed=2)
+    want = dense(attend, q, k, v)
+    torch.testing.assert_close(attend(q, k, v), want, rtol=0, atol=1e-12)
+    out, state = attend.prefill(q[:6], k[:6], v[:6])
+    last, _ = attend.step(state, q[6:], k[6:], v[6:])
+    torch.testing.assert_close(torch.cat([out, last]), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: h.Linear(h.Hedgehog(4, 3)), lambda: h.Retention(torch.tensor([0.5, 0.9, 1.0]))]
+)
+def test_a_pair_of_segments_may_differ_by_head_where_features_or_decays_do(build):
+    attend = build().double()
+    q, k, v = draw(2, 3, 8, 4), draw(2, 3, 8, 4, seed=1), draw(2, 3, 8, 5, seed=2)
+    ids = torch.randint(-1, 2, (2, 3, 8), generator=torch.Generator().manual_seed(3))
+    for segments in ((ids, ids), (ids[:1], ids[:1]), (ids[0], ids[0])):
+        torch.testing.assert_close(
+            attend(q, k, v, segments=segments), dense(attend, q, k, v, segments), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear", "nystrom", "left"])
+def test_a_width_of_zero_is_refused_in_a_sentence(name):
+    q, v = torch.randn(2, 5, 0), torch.randn(2, 5, 3)
+    for call in (lambda a: a(q, q, v), lambda a: a(q, q, q), lambda a: a.matrix(q, q)):
+        with pytest.raises(ValueError, match=r"q: width 0 .*expected at least 1"):
+            call(h.build(name))
