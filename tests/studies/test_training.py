@@ -91,12 +91,17 @@ def test_a_batch_holds_the_sentences_and_their_words(corpus):
 
 def test_an_epoch_sees_every_pair_once_in_batches_of_bounded_size(corpus):
     pairs = corpus.splits["train"]
-    seen, rows = [], batches(pairs, 400, seed=5)
+    seen, chunks, rows = [], [], batches(pairs, 400, seed=5)
     while len(seen) < len(pairs):
         chunk = next(rows)
+        chunks.append(chunk)
         assert max(gather(pairs, chunk).source.numel(), gather(pairs, chunk).given.numel()) <= 400
         seen += chunk.tolist()
     assert sorted(seen) == list(range(len(pairs)))
+    epochs = batches(pairs, 400, seed=5)
+    count = len(chunks)
+    shapes = [[gather(pairs, chunk).source.shape for chunk in islice(epochs, count)] for _ in range(3)]
+    assert sorted(shapes[0]) == sorted(shapes[1]) == sorted(shapes[2])
     first, second, other = ([x.tolist() for x in islice(batches(pairs, 400, seed), 5)] for seed in (5, 5, 6))
     assert first == second != other
 
