@@ -110,8 +110,8 @@ def table(found: list[dict[str, Any]]) -> str:
         return f"{mean(values):.{digits}f}{spread}"
 
     lines = [
-        "| corpus | cell | seeds | BLEU | to the baseline (95 %) | BLEU, unseen packages | to the baseline (95 %) | chrF "
-        "| train loss | test loss | ms a step |",
+        "| corpus | cell | seeds | BLEU | to the baseline (95 %) | BLEU, unseen packages | to the baseline (95 %) "
+        "| chrF | train loss | test loss | ms a step |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (study, corpus, direction, name, shuffled), some in sorted(groups.items()):
