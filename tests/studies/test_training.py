@@ -18,6 +18,7 @@ from heedful.studies.data import BEGIN, END, PAD, Pairs, Side, batches, gather, 
 from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
+from heedful.studies.score import difference, table
 from heedful.studies.train import batch_loss, make_optimiser, rate, start, train, train_step
 from heedful.studies.translate import translate
 
@@ -91,12 +92,17 @@ def test_a_batch_holds_the_sentences_and_their_words(corpus):
 
 def test_an_epoch_sees_every_pair_once_in_batches_of_bounded_size(corpus):
     pairs = corpus.splits["train"]
-    seen, rows = [], batches(pairs, 400, seed=5)
+    seen, chunks, rows = [], [], batches(pairs, 400, seed=5)
     while len(seen) < len(pairs):
         chunk = next(rows)
+        chunks.append(chunk)
         assert max(gather(pairs, chunk).source.numel(), gather(pairs, chunk).given.numel()) <= 400
         seen += chunk.tolist()
     assert sorted(seen) == list(range(len(pairs)))
+    epochs = batches(pairs, 400, seed=5)
+    count = len(chunks)
+    shapes = [[gather(pairs, chunk).source.shape for chunk in islice(epochs, count)] for _ in range(3)]
+    assert sorted(shapes[0]) == sorted(shapes[1]) == sorted(shapes[2])
     first, second, other = ([x.tolist() for x in islice(batches(pairs, 400, seed), 5)] for seed in (5, 5, 6))
     assert first == second != other
 
@@ -256,3 +262,17 @@ def test_heads_are_described_by_where_they_look_and_by_their_twins(corpus):
 def test_an_unknown_group_is_named():
     with pytest.raises(ValueError, match="expected one of softmax"):
         build(Model(encoder=(Group(8, "sofmax"),)), 10)
+
+
+def test_differences_are_paired_by_seed():
+    def rows(cell, scores):
+        tests = [{name: {"bleu": x, "chrf": 2 * x} for name in ("test", "test_unseen")} for x in scores]
+        common = {"study": "fixed-heads", "corpus": "de-5000", "direction": "de-en", "shuffled": False}
+        common |= {"losses": {"train": 1.0, "test": 2.0}, "step_seconds": 0.01, "cell": cell}
+        return [{**common, "seed": seed, "tests": test} for seed, test in enumerate(tests)]
+
+    base, other = rows("8L", [10.0, 12.0, 14.0]), rows("7Ftoken+1L", [11.0, 13.1, 14.9])
+    assert difference(other, base) == "+1.00 ± 0.25"  # 4.303 · 0.1 / √3
+    assert difference(base, base) == ""
+    lines = table([*base, *other]).splitlines()
+    assert "| +1.00 ± 0.25 |" in lines[2] and "12.00 ± 2.00" in lines[3]

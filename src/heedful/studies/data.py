@@ -1,7 +1,8 @@
 """Encoded pairs of sentences, and the batches that a run sees.
 
-A batch holds pairs of similar length, padded on the right to a multiple of 8 tokens. Which pairs a step sees depends on
-the seed and the number of the step alone.
+A batch holds pairs of similar length, both sides padded on the right to the same multiple of 8 tokens. So every epoch
+has batches of the same few shapes, for which kernels are prepared once. Which pairs a step sees depends on the seed and
+the number of the step alone.
 """
 
 from __future__ import annotations
@@ -123,14 +124,15 @@ def rounded(length):
 
 def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = None) -> Batch:
     """The batch of these pairs, on the device."""
-    source, begins = _padded(pairs.source, rows)
+    width = rounded(max(int(side.lengths[rows].max()) for side in pairs) + 1)
+    source, begins = _padded(pairs.source, rows, width)
     lengths = pairs.source.lengths[rows][:, None]
-    at = torch.arange(source.shape[1])
+    at = torch.arange(width)
     source = torch.where(at == lengths, END, source)
-    target, _ = _padded(pairs.target, rows)
+    target, _ = _padded(pairs.target, rows, width)
     ends = pairs.target.lengths[rows][:, None]
     given = torch.cat([torch.full_like(target[:, :1], BEGIN), target[:, :-1]], 1)
-    wanted = torch.where(torch.arange(target.shape[1]) == ends, END, target)
+    wanted = torch.where(at == ends, END, target)
     words = (begins | (at == lengths)).cumsum(1)
     batch = Batch(source, torch.where(at <= lengths, 0, -1), words, given, wanted)
     if device is None or device.type == "cpu":
@@ -138,10 +140,9 @@ def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = 
     return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in batch))
 
 
-def _padded(side: Side, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
-    """Tokens of the sentences and whether they begin a word, with room for at least one more."""
+def _padded(side: Side, rows: Int[Tensor, " b"], width: int) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+    """Tokens of the sentences and whether they begin a word, padded to the width."""
     lengths, starts = side.lengths[rows], side.starts[:-1][rows]
-    width = rounded(int(lengths.max()) + 1)
     at = torch.arange(width)
     inside = at < lengths[:, None]
     index = (starts[:, None] + at).clamp(max=len(side.tokens) - 1)

@@ -22,10 +22,10 @@ def measure(runs: list[Run], data: Path, parallel: int, out: Path, seconds: floa
     rounds = [count for count in (1, 2, 4, 8, 16) if count <= parallel]
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(parallel + 1)
-    results = context.Queue()
+    results, compiled = context.Queue(), context.Event()
     share = max(1.0, (seconds - 40) / (len(rounds) * len(cells)))
     processes = [
-        context.Process(target=_process, args=(at, cells, data, rounds, share, barrier, results), daemon=True)
+        context.Process(target=_process, args=(at, cells, data, rounds, share, barrier, results, compiled), daemon=True)
         for at in range(parallel)
     ]
     began = time.time()
@@ -54,10 +54,14 @@ def measure(runs: list[Run], data: Path, parallel: int, out: Path, seconds: floa
     return 0
 
 
-def _process(at: int, cells: list[Run], data: Path, rounds: list[int], share: float, barrier, results) -> None:
+def _process(
+    at: int, cells: list[Run], data: Path, rounds: list[int], share: float, barrier, results, compiled
+) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ready = []
+    if at:
+        compiled.wait(timeout=60)
     for run in cells:
         corpus = load(data / run.corpus, run.direction)
         model = start(run, corpus.vocabulary, device)
@@ -69,6 +73,7 @@ def _process(at: int, cells: list[Run], data: Path, rounds: list[int], share: fl
             train_step(model, optimiser, gather(pairs, rows[step], device), run.training, step)
         _wait(device)
         ready.append((run, model, optimiser, pairs, rows, time.time() - began))
+    compiled.set()
     barrier.wait()
     for count in rounds:
         for run, model, optimiser, pairs, rows, first in ready:

@@ -12,6 +12,7 @@ import platform
 import queue
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,18 @@ from heedful.studies.translate import translate
 STUDIES = {"fixed-heads": fixed_heads, "frozen-projections": frozen_projections}
 
 
-def work(run: Run, data: Path, device: torch.device) -> list[dict[str, Any]]:
-    """Train, test and translate one run; its record."""
+def work(run: Run, data: Path, device: torch.device, notice: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """Train, test and translate one run; its record. `notice` is called whenever some steps are done."""
     lines: list[dict[str, Any]] = [{"kind": "config", "config": asdict(run), "hardware": hardware(device)}]
     corpus = load(data / run.corpus, run.direction)
     lines[0]["corpus"] = {key: corpus.card[key] for key in ("checksum", "vocabulary")}
     began = time.perf_counter()
-    model = train(run, corpus, device, lines.append)
+
+    def record(line: dict[str, Any]) -> None:
+        lines.append(line)
+        notice()
+
+    model = train(run, corpus, device, record)
     trained = time.perf_counter()
     outputs = {name: translate(model, corpus.splits[name], device) for name in ("test", "test_unseen")}
     steps = [line for line in lines if line["kind"] == "steps"]
@@ -102,8 +108,13 @@ def _changed(run: Run, change: str) -> Run:
     return replace(run, **whole)
 
 
-def _worker(tasks, results, data: Path, deadline: float, kernels: str | None) -> None:
-    """Take runs from a queue until there are none or the time is too short for the next."""
+def _worker(tasks, results, data: Path, deadline: float, kernels: str | None, compiled, leads: bool) -> None:
+    """Take runs from a queue until there are none or the time is too short for the next.
+
+    The leader's first steps compile the kernels; the others wait for it, and find them in Triton's cache.
+    """
+    if not leads:
+        compiled.wait(timeout=60)
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pace = 0.0
@@ -118,10 +129,11 @@ def _worker(tasks, results, data: Path, deadline: float, kernels: str | None) ->
         began = time.time()
         try:
             with backend(kernels):
-                results.put((run.key, run.cell, work(run, data, device)))
+                results.put((run.key, run.cell, work(run, data, device, compiled.set)))
             pace = max(pace, (time.time() - began) / run.training.steps)
         except Exception:
             results.put((run.key, run.cell, traceback.format_exc()))
+        compiled.set()
 
 
 def work_through(
@@ -130,12 +142,12 @@ def work_through(
     """Share the runs among processes, write each when it ends, stop at the deadline; the number of runs left."""
     deadline = time.time() + seconds
     context = multiprocessing.get_context("spawn")
-    tasks, results = context.Queue(), context.Queue()
+    tasks, results, compiled = context.Queue(), context.Queue(), context.Event()
     for run in runs:
         tasks.put(run)
     workers = [
-        context.Process(target=_worker, args=(tasks, results, data, deadline, kernels), daemon=True)
-        for _ in range(min(parallel, len(runs)))
+        context.Process(target=_worker, args=(tasks, results, data, deadline, kernels, compiled, at == 0), daemon=True)
+        for at in range(min(parallel, len(runs)))
     ]
     for worker in workers:
         worker.start()

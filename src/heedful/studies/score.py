@@ -15,6 +15,10 @@ from typing import Any
 
 from heedful.studies.records import read
 
+BASELINES = {"fixed-heads": "8L", "frozen-projections": "learned"}
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile of Student's t for 1, 2 … 9 degrees of freedom."""
+
 
 def score(outputs: list[str], sources: list[str], references: list[str]) -> dict[str, Any]:
     """BLEU, chrF, and the shares of outputs that are empty or copies."""
@@ -73,8 +77,29 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
+def half_width(values: list[float]) -> float | None:
+    """Half of the 95 % interval of a mean by Student's t; None for a single value.
+
+    >>> round(half_width([1.0, 2.0, 3.0]), 3)
+    2.484
+    """
+    if len(values) < 2:
+        return None
+    return T95[min(len(values) - 2, len(T95) - 1)] * stdev(values) / len(values) ** 0.5
+
+
+def difference(some: list[dict[str, Any]], base: list[dict[str, Any]], test: str = "test") -> str:
+    """BLEU of a cell less that of the baseline, paired by seed, with its 95 % interval."""
+    known = {row["seed"]: row["tests"][test]["bleu"] for row in base}
+    gaps = [row["tests"][test]["bleu"] - known[row["seed"]] for row in some if row["seed"] in known]
+    if not gaps or some is base:
+        return ""
+    half = half_width(gaps)
+    return f"{mean(gaps):+.2f}" + ("" if half is None else f" ± {half:.2f}")
+
+
 def table(found: list[dict[str, Any]]) -> str:
-    """Means over seeds, with standard deviations, as Markdown."""
+    """Means over seeds with standard deviations, and differences to the baseline of each corpus, as Markdown."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in found:
         kind = row["study"], row["corpus"], row["direction"], row["cell"], row["shuffled"]
@@ -85,16 +110,20 @@ def table(found: list[dict[str, Any]]) -> str:
         return f"{mean(values):.{digits}f}{spread}"
 
     lines = [
-        "| corpus | cell | seeds | BLEU | BLEU, unseen packages | chrF | train loss | test loss | ms a step |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| corpus | cell | seeds | BLEU | to the baseline (95 %) | BLEU, unseen packages | to the baseline (95 %) "
+        "| chrF | train loss | test loss | ms a step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (_, corpus, direction, name, shuffled), some in sorted(groups.items()):
+    for (study, corpus, direction, name, shuffled), some in sorted(groups.items()):
+        base = groups.get((study, corpus, direction, BASELINES.get(study, ""), False), [])
         columns = [
             f"{corpus} {direction}",
             name + (" (shuffled)" if shuffled else ""),
             str(len(some)),
             cell([row["tests"]["test"]["bleu"] for row in some]),
+            difference(some, base),
             cell([row["tests"]["test_unseen"]["bleu"] for row in some]),
+            difference(some, base, "test_unseen"),
             cell([row["tests"]["test"]["chrf"] for row in some]),
             cell([row["losses"]["train"] for row in some], 3),
             cell([row["losses"]["test"] for row in some], 3),

@@ -22,11 +22,12 @@ def translate(
     """Tokens of the best translation found for the source of each pair."""
     model.eval()
     found: list[list[int]] = [[] for _ in range(len(pairs))]
+    alone = Pairs(pairs.source, pairs.source)  # the length of the reference must have no say
     for rows in by_length(pairs.source.lengths + 1, tokens, torch.arange(len(pairs))):
-        batch = gather(pairs, rows, device)
+        batch = gather(alone, rows, device)
         with reduced_precision(device):
             memory = model.encode(batch.source, segments=batch.segments, words=batch.words)
-        longest = min(2 * batch.source.shape[1] + 8, 200)
+        longest = min(2 * int(pairs.source.lengths[rows].max()) + 10, 200)
         best = search(model, memory, batch.segments, longest, beam, alpha)
         for row, tokens_found in zip(rows.tolist(), best, strict=True):
             found[row] = tokens_found
