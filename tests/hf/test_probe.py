@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import weakref
 from dataclasses import replace
@@ -19,6 +20,7 @@ from transformers.models.llama import modeling_llama
 import heedful as h
 import heedful.hf as hf
 from heedful.hf import checks, masks, tap
+from heedful.hf.modules import attends_by_itself
 
 SPECIES = {species.name: species for species in [*zoo.CAPTURED, *zoo.OTHERS, *zoo.REFUSED]}
 
@@ -370,6 +372,14 @@ def test_a_module_of_attention_by_itself_is_refused_wherever_it_hides():
     model.model.layers[0].extra = torch.nn.MultiheadAttention(8, 2)
     with pytest.raises(hf.Refused, match="MultiheadAttention"):
         hf.Probe(model)
+
+
+@pytest.mark.parametrize("name", ["wavlm.WavLMAttention", "mra.MraSelfAttention", "yoso.YosoSelfAttention"])
+def test_modules_that_attend_by_functions_of_their_own_are_seen(name):
+    """Inside an encoder–decoder the other half would be measured, and nothing said of these."""
+    folder, _, kind = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    assert attends_by_itself(getattr(module, kind))
 
 
 def test_a_compiled_model_is_refused():

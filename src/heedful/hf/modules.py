@@ -10,6 +10,12 @@ from transformers import PreTrainedModel
 
 from heedful.shapes import Tensor
 
+BY_ITSELF = (
+    *("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ "),
+    *("multi_head_attention_forward(", "mra2_attention(", "cumulation.apply("),  # WavLM's, MRA's, YOSO's
+)
+"""What stands in the source, in small letters, of a module that computes its weights itself."""
+
 
 class Refused(ValueError):
     """A model or input that can't be captured, with the reasons."""
@@ -113,9 +119,7 @@ def attends_by_itself(kind: type[nn.Module]) -> bool:
     if kind.__module__.startswith("torch.") or not ("attention" in name or "attn" in name) or asks_interface(kind):
         return False
     source = source_of(kind).lower()
-    return not source or any(
-        word in source for word in ("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ ")
-    )
+    return not source or any(word in source for word in BY_ITSELF)
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
