@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -91,7 +92,7 @@ def scan_command(
         network, tokenizer = load(model)
         other = None if against is None else load(against)
         read, titles, given = _texts(texts or [], texts_count, given, hf.longest(network))
-        with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell:
+        with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell, _warned():
             found = scan(
                 network,
                 tokenizer,
@@ -119,8 +120,6 @@ def scan_command(
             print_json((found.table() if found.against is None else found.compare(found.against)).to_dicts())
             return
         print_scan(found)
-        if found.against is not None:
-            typer.echo(f"\nAgainst {against}: {found.against.words()}")
         typer.echo(f"\nRecords: {folder}. A page of them: heedful report {folder}")
 
 
@@ -169,6 +168,25 @@ def _told() -> Iterator[None]:
         fail(_flags(said), code=1)
     except RuntimeError as failure:
         fail(str(failure).strip().partition("\n")[0], code=1)
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Damaged records that are set aside, as a sentence each on stderr."""
+    from heedful.records import Damaged
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", Damaged)
+        usual = warnings.showwarning
+
+        def show(message, category, *where, **more) -> None:
+            if issubclass(category, Damaged):
+                typer.echo(str(message), err=True)
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _flags(sentence: str) -> str:

@@ -32,7 +32,7 @@ from heedful.measures import (
 )
 from heedful.measures.goals import BLOCK
 from heedful.measures.heads import Room, matrix_of
-from heedful.measures.positions import Asked, pattern_of
+from heedful.measures.positions import Asked, PositionalPattern, pattern_of
 from heedful.measures.rows import check_sums, over_rows
 from heedful.measures.search import FORMED, block_of
 from heedful.operator import AttentionOperator
@@ -176,7 +176,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
         **_of_spectrum(found),
         **_of_rows(sums),
         **_of_places(sums, asked, None if call.kind == "cross" else m),
-        "label_score": pattern.score,
+        "label_score": _explained(pattern),
     }
     lists = {name: x[0].tolist() for name, x in columns.items()}
     rows = [{"head": first + at} | {name: _plain(x[at]) for name, x in lists.items()} for at in range(call.heads)]
@@ -184,6 +184,12 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
         {**row, "label": label, **_of_random(call, spread, baselines)}
         for row, label, spread in zip(rows, pattern.labels[0], logit_spreads(call), strict=True)
     ]
+
+
+def _explained(pattern: PositionalPattern) -> Tensor:
+    """How much of each head its pattern explains; where none explains half, how much the best one does."""
+    content = pattern.index == len(pattern.names) - 1
+    return torch.where(content, 1 - pattern.score, pattern.score)
 
 
 def _column_sums(op: AttentionOperator, matrix: Matrix) -> Tensor:
