@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -74,9 +75,9 @@ def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
     made = scan(model, None, tiny.ids(3, 24), out=tmp_path / "run", name="<tiny>")
     found = Scan.open(tmp_path / "run")
     assert timeless(found).equals(timeless(made))
-    assert found.words().startswith("At 24 tokens, of its 8 attention heads ")
+    assert re.match(r"At 24 tokens, \d of its 8 attention heads ", found.words())
     assert "Measured on 3 texts of 24 tokens" in found.words()
-    assert found.words("zh").startswith("在 24 个词元处，共有 8 个注意力头：")
+    assert found.words("zh").startswith("在 24 个词元处，8 个注意力头中有 ")
     with pytest.raises(ValueError, match="expected one of en, zh"):
         found.words("de")
     assert "&lt;tiny&gt;" in found._repr_html_() and "<tiny>" not in found._repr_html_()
@@ -183,9 +184,10 @@ def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_pa
 def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
     texts = tiny.ids(12, 24)
     loose = scan(model, None, texts, lengths=[24], precision=0.5, out=tmp_path / "loose")
-    assert loose.texts == 5
+    assert loose.texts == 5 and "was reached with 5 of 12 texts" in loose.words()
     strict = scan(model, None, texts, lengths=[24], precision=1e-6, out=tmp_path / "strict")
-    assert strict.texts == 12
+    assert strict.texts == 12 and "was not reached: at 24 tokens" in strict.words()
+    assert "12 of 12 texts measured. Give more texts." in strict.words()
     found = strict.mean("rank90")
     wanted = float(found.half_width / found.mean) * 1.2
     some = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some")
@@ -196,6 +198,12 @@ def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
 
 
 # ---- two models
+
+
+def test_both_models_of_a_comparison_know_the_precision_that_was_asked_for(model, tmp_path):
+    found = scan(model, None, tiny.ids(7, 16), precision=0.9, against=tiny.llama(seed=3), out=tmp_path / "run")
+    assert found.texts == 5
+    assert all("was reached with 5 of 7 texts" in each.words() for each in (found, found.against))
 
 
 def test_a_model_against_itself_differs_by_nothing(model, tmp_path):

@@ -101,7 +101,9 @@ def scan(
         second = None if other is None else _Side(other, other_tokenizer, against_name, setting)
         if second is not None:
             first.manifest["options"]["against"] = second.manifest["fingerprint"]
-        first.manifest["precision"] = precision
+        for side in (first, second):
+            if side is not None:
+                side.manifest["precision"] = precision
         folder = Path(tempfile.mkdtemp(prefix="heedful-scan-")) if out is None else Path(out)
         run = Run.begin(folder, first.manifest, resume=resume)
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
