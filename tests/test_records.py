@@ -14,7 +14,7 @@ pytest.importorskip("polars", reason="polars is not installed: pip install 'heed
 import polars as pl
 
 from heedful import records
-from heedful.records import AnotherScan, Broken, Run, Unwritable
+from heedful.records import AnotherScan, Broken, Damaged, Run, Unwritable
 
 MANIFEST = {
     "model": "tiny",
@@ -103,9 +103,13 @@ def test_a_folder_with_a_scan_is_not_written_over(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": "other"}, "of tiny, not other"),
+        ({"model": "other"}, "the model was 'tiny', not 'other'"),
         ({"options": {"seed": 1}}, "seed was 0, not 1"),
-        ({"fingerprint": "2e"}, "the weights or the version of heedful are others"),
+        ({"options": {}}, "seed was 0, not None"),
+        ({"options": {"seed": 0, "against": "3c"}}, "against was None, not '3c'"),
+        ({"fingerprint": "2e"}, "the weights or the configuration of the model changed"),
+        ({"fingerprint": "2e", "versions": {"heedful": "9"}}, "heedful was None, not 9"),
+        ({"lengths": []}, "texts were cut to lengths, not read whole"),
         ({"texts": [{"id": "0000", "sha256": "b"}]}, "text 0000 was another one"),
     ],
 )
@@ -132,19 +136,99 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
         Run.begin(tmp_path / "thesis.tex", MANIFEST)
 
 
-def test_a_broken_part_is_named_when_read_and_taken_again_when_resumed(tmp_path):
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_any_damaged_byte_is_noticed_before_anything_is_decoded(tmp_path):
+    """Parquet decodes some damaged pages to other numbers, and panics on others."""
+    run = Run.begin(tmp_path / "run", MANIFEST)
+    run.write("0000", 8, [row(0, head) for head in range(8)])
+    part = tmp_path / "run" / "rows" / "0000-8.parquet"
+    whole = part.read_bytes()
+    assert len(pl.read_parquet(part)) == 8  # any tool reads it
+    for at in range(0, len(whole), 11):
+        damage(part, at)
+        with pytest.raises(
+            Broken, match=r"0000-8.parquet: damaged, its bytes do not fit its checksum.*Resume the scan"
+        ):
+            run.rows()
+        part.write_bytes(whole)
+    for length in (0, 1, len(whole) - 40, len(whole) - 1):
+        part.write_bytes(whole[:length])
+        with pytest.raises(Broken, match="damaged"):
+            run.rows()
+    part.write_bytes(whole)
+    assert len(run.rows()) == 8 and run.done() == {("0000", 8)}
+
+
+@pytest.mark.parametrize("table", ["rows", "delta", "thumbnails"])
+def test_a_damaged_part_is_set_aside_with_a_sentence_and_never_deleted(tmp_path, table):
+    run = Run.begin(tmp_path / "run", MANIFEST)
+    part = tmp_path / "run" / table / "0000-8.parquet"
+    for name in ("0000-8.parquet.damaged", "0000-8.parquet.damaged-1"):
+        run.write("0000", 8, [row()], table=table)
+        assert run.done(table) == {("0000", 8)}
+        damage(part, 10)
+        left = part.read_bytes()
+        with pytest.warns(Damaged, match=f"damaged, .* set aside as {name}; its text is measured again"):
+            assert run.done(table) == set()
+        assert part.with_name(name).read_bytes() == left and not part.exists()
+
+
+def test_records_without_a_manifest_are_adopted_by_nobody(tmp_path):
+    run = Run.begin(tmp_path / "run", MANIFEST)
+    run.write("0000", 8, [row()])
+    (tmp_path / "run" / "scan.json").unlink()
+    for resume in (False, True):
+        with pytest.raises(AnotherScan, match=r"holds records \(rows/0000-8.parquet\) but no scan.json"):
+            Run.begin(tmp_path / "run", {**MANIFEST, "model": "other"}, resume=resume)
+    assert not (tmp_path / "run" / "scan.json").exists()
+
+
+def test_a_folder_that_a_scan_was_killed_in_before_its_first_record_is_used(tmp_path):
+    for name in ("rows", "delta", "thumbnails"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / ".draft-scan.json.7").write_text("{")
+    assert Run.begin(tmp_path / "run", MANIFEST).done() == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": "other"}, "the model was 'tiny', not 'other'"),
+        ({"options": {"seed": 1}}, "seed was 0, not 1"),
+        ({"texts": [{"id": "0000", "sha256": "b"}]}, "text 0000 was another one"),
+    ],
+)
+def test_parts_of_another_scan_are_refused_whatever_the_manifest_says(tmp_path, changed, said):
+    """scan.json of one scan over the rows of another."""
+    Run.begin(tmp_path / "run", MANIFEST).write("0000", 8, [row()])
+    manifest = tmp_path / "run" / "scan.json"
+    manifest.write_text(json.dumps({"format": records.FORMAT, **MANIFEST, **changed}))
+    before = manifest.read_bytes()
+    with pytest.raises(AnotherScan, match=f"rows/0000-8.parquet does not belong to the scan of scan.json: {said}"):
+        Run.begin(tmp_path / "run", {**MANIFEST, **changed}, resume=True)
+    with pytest.raises(AnotherScan, match=said):
+        Run.open(tmp_path / "run").rows()
+    assert manifest.read_bytes() == before
+
+
+def test_a_part_under_another_name_is_refused(tmp_path):
     run = Run.begin(tmp_path / "run", MANIFEST)
     run.write("0000", 8, [row()])
     part = tmp_path / "run" / "rows" / "0000-8.parquet"
-    part.write_bytes(part.read_bytes()[:-40])
-    with pytest.raises(Broken, match=r"0000-8.parquet: can't be read"):
-        run.rows()
-    assert run.done() == set() and part.with_name("0000-8.parquet.broken").exists()
+    part.rename(part.with_name("0001-8.parquet"))
+    with pytest.raises(AnotherScan, match="it was written as 0000-8"):
+        Run.begin(tmp_path / "run", MANIFEST, resume=True)
 
 
-def test_a_part_of_another_version_is_named(tmp_path):
+def test_a_part_of_another_version_is_named(tmp_path, monkeypatch):
     run = Run.begin(tmp_path / "run", MANIFEST)
-    pl.DataFrame({"text": ["0000"]}).write_parquet(tmp_path / "run" / "rows" / "0000-8.parquet")
+    monkeypatch.setitem(records.TABLES, "rows", {"text": pl.String})
+    run.write("0000", 8, [row()])
     with pytest.raises(Broken, match="has no column 'length'"):
         run.rows()
 
@@ -156,5 +240,5 @@ def test_a_folder_without_a_manifest_or_with_a_strange_one_is_refused(tmp_path):
     with pytest.raises(Broken, match="no manifest of a scan"):
         Run.open(tmp_path)
     (tmp_path / "scan.json").write_text(json.dumps({"format": 9}))
-    with pytest.raises(Broken, match="records of form 9"):
+    with pytest.raises(Broken, match=r"records of form 9, .* Scan again into another folder"):
         Run.open(tmp_path)

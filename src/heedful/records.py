@@ -3,18 +3,23 @@
     scan.json                       the manifest: which model, layers, texts, lengths, options, versions
     rows/<text>-<length>.parquet    one row for each layer and head of one text at one length
     delta/<text>-<length>.parquet   where two models were scanned together: how far apart their heads are
-    thumbnails/first.parquet        small pictures of every head, on the first text
+    thumbnails/<text>-<length>.parquet   small pictures of every head, on the first text at each length
 
 A part file is written beside its place, flushed to the disk and renamed, so that it is there whole or not at all: a
-process that is killed loses the text it was at, and nothing else. Needs `pip install 'heedful[report]'`.
+process that is killed loses the text it was at, and nothing else. Each part holds a checksum of its own bytes and says
+which scan it belongs to; both are verified before anything in it is decoded. Needs `pip install 'heedful[report]'`.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +30,14 @@ except ModuleNotFoundError as missing:
         "records of a scan are kept by polars, which is not installed: pip install 'heedful[report]'", name="polars"
     ) from missing
 
-FORMAT = 1
+FORMAT = 2
 OFFSETS = (-2, -1, 0, 1, 2)
+RANK = "rank90"
+"""The rank that a scan reports, steers by and calls low (docs/decisions/0018)."""
 DRAFT = ".draft-"
+SUM, SCAN = "heedful.sha256", "heedful.scan"  # what a part says of itself, in the metadata of its Parquet footer
+MARK = b"heedful-sha256:"
+BLANK = MARK + b"0" * 64
 
 KEY = {"text": pl.String, "length": pl.Int64, "layer": pl.Int64, "head": pl.Int64}
 NAMES = {"name": pl.String, "kind": pl.String, "turn": pl.Int64, "items": pl.Int64}
@@ -65,8 +75,7 @@ DELTA: dict[str, Any] = {
     },
 }
 THUMBNAILS: dict[str, Any] = {
-    "layer": pl.Int64,
-    "head": pl.Int64,
+    **KEY,
     "height": pl.Int64,
     "width": pl.Int64,
     "cells": pl.List(pl.UInt8),
@@ -74,6 +83,7 @@ THUMBNAILS: dict[str, Any] = {
     "pooling": pl.String,
     "tokens_per_cell": pl.Float64,
 }
+TABLES = {"rows": ROWS, "delta": DELTA, "thumbnails": THUMBNAILS}
 
 UNTIMED = [name for name in ROWS if name != "seconds"]
 """The columns that two runs of the same scan agree on, bit for bit."""
@@ -85,6 +95,10 @@ class AnotherScan(ValueError):
 
 class Broken(ValueError):
     """A file of a run folder that can't be read."""
+
+
+class Damaged(UserWarning):
+    """A part that was set aside because its bytes are not those that were written."""
 
 
 class Unwritable(OSError):
@@ -117,17 +131,15 @@ class Run:
         folder, manifest = Path(folder), {"format": FORMAT, **manifest}
         if folder.exists() and not folder.is_dir():
             raise AnotherScan(f"{folder}: a file; expected a folder for the records, or none yet.")
+        manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read: lists, not tuples
         there = (folder / "scan.json").exists()
         if there and not resume:
             raise AnotherScan(
                 f"{folder}: holds a scan already. Go on with it by resuming, or give another folder; nothing in it was "
                 "touched."
             )
-        if not there and folder.is_dir() and any(_foreign(folder)):
-            raise AnotherScan(
-                f"{folder}: holds other things ({_foreign(folder)[0].name}) and no scan; expected an empty folder, or "
-                "none yet."
-            )
+        if not there and folder.is_dir():
+            _check_empty(folder)
         if there:
             before = read_manifest(folder)
             why = differences(before, manifest)
@@ -137,8 +149,11 @@ class Run:
                 )
             manifest = _joined(before, manifest)
         run = cls(folder, dict(manifest))
+        for path in run._parts():
+            with suppress(Broken):  # `done` sets it aside
+                run._check_owner(path, _sealed(path))
         with _teaching(folder):
-            for name in ("rows", "delta", "thumbnails"):
+            for name in TABLES:
                 (folder / name).mkdir(parents=True, exist_ok=True)
             for draft in folder.rglob(DRAFT + "*"):  # what a killed process had not finished
                 draft.unlink()
@@ -151,26 +166,33 @@ class Run:
         self._put(self.folder / "scan.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
 
     def done(self, table: str = "rows") -> set[tuple[str, int]]:
-        """Texts and lengths that need not be measured again. A part that can't be read is put aside, not counted."""
+        """Texts and lengths that need not be measured again: those whose part is there and whole.
+
+        Every byte is read. A damaged part is renamed to `.damaged`, with a warning, and does not count.
+        """
         found = set()
-        for path in sorted((self.folder / table).glob("*.parquet")):
+        for path in self._parts(table):
             text, _, length = path.stem.rpartition("-")
             try:
-                pl.read_parquet_schema(path)
-            except (OSError, pl.exceptions.PolarsError):
+                _sealed(path)
+            except Broken as damage:
+                aside = _free(path)
                 with _teaching(self.folder):
-                    path.rename(path.with_name(path.name + ".broken"))
+                    path.rename(aside)
+                warnings.warn(
+                    f"{damage} It was set aside as {aside.name}; its text is measured again.", Damaged, stacklevel=2
+                )
                 continue
             found.add((text, int(length)))
         return found
 
     def write(self, text: str, length: int, rows: Sequence[Mapping[str, Any]], table: str = "rows") -> None:
         """The part of one text at one length."""
-        schema = DELTA if table == "delta" else ROWS
-        self._put_frame(self.folder / table / f"{text}-{length}.parquet", rows, schema)
-
-    def write_thumbnails(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._put_frame(self.folder / "thumbnails" / "first.parquet", rows, THUMBNAILS)
+        schema, path = TABLES[table], self.folder / table / f"{text}-{length}.parquet"
+        complete = [{name: row.get(name) for name in schema} for row in rows]
+        frame = pl.DataFrame(complete, schema=dict(schema), orient="row")
+        about = {SUM: BLANK.decode(), SCAN: json.dumps({**self._owner(text), "part": path.stem}, ensure_ascii=True)}
+        self._put(path, lambda draft: _seal(frame, draft, about))
 
     def rows(self) -> pl.DataFrame:
         """All rows, in the order of text, length, layer, head."""
@@ -181,29 +203,49 @@ class Run:
         return self._read("delta", DELTA).sort(*KEY)
 
     def thumbnails(self) -> pl.DataFrame:
-        return self._read("thumbnails", THUMBNAILS).sort("layer", "head")
+        """Pictures of every head on the first text, at each length."""
+        return self._read("thumbnails", THUMBNAILS).sort(*KEY)
+
+    def _parts(self, table: str | None = None) -> Iterator[Path]:
+        for name in TABLES if table is None else (table,):
+            yield from sorted((self.folder / name).glob("*.parquet"))
 
     def _read(self, table: str, schema: Mapping[str, Any]) -> pl.DataFrame:
-        parts = [self._part(path, schema) for path in sorted((self.folder / table).glob("*.parquet"))]
+        parts = [self._part(path, schema) for path in self._parts(table)]
         return pl.concat(parts) if parts else pl.DataFrame(schema=dict(schema))
 
     def _part(self, path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         try:
-            part = pl.read_parquet(path)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise Broken(
-                f"{path}: can't be read as Parquet ({str(error).splitlines()[0]}). Likely cause: a damaged disk, or a "
-                "copy that was cut short. Resume the scan: that text is measured again."
-            ) from error
+            content = _sealed(path)
+        except Broken as damage:
+            raise Broken(f"{damage} Resume the scan: that text is measured again.") from damage
+        self._check_owner(path, content)
+        try:
+            part = pl.read_parquet(content)
+        except pl.exceptions.PolarsError as error:
+            raise Broken(f"{path}: can't be read as Parquet ({str(error).splitlines()[0]}).") from error
         missing = [name for name in schema if name not in part.columns]
         if missing:
             raise Broken(f"{path}: has no column {missing[0]!r}. Likely cause: another version of heedful wrote it.")
         return part.select(*schema)
 
-    def _put_frame(self, path: Path, rows: Iterable[Mapping[str, Any]], schema: Mapping[str, Any]) -> None:
-        complete = [{name: row.get(name) for name in schema} for row in rows]
-        frame = pl.DataFrame(complete, schema=dict(schema), orient="row")
-        self._put(path, lambda draft: frame.write_parquet(draft, compression="zstd"))
+    def _owner(self, text: str) -> dict[str, Any]:
+        """What a part says of the scan that it belongs to, as the manifest has it."""
+        kept = {name: self.manifest.get(name) for name in ("model", "fingerprint", "options", "versions")}
+        return {**kept, "texts": [each for each in self.manifest.get("texts", []) if each["id"] == text]}
+
+    def _check_owner(self, path: Path, content: bytes) -> None:
+        """Refuse a part that another scan wrote, or that has another part's name."""
+        said = json.loads(pl.read_parquet_metadata(BytesIO(content))[SCAN])
+        why = differences(said, self.manifest)
+        if said["part"] != path.stem:
+            why.append(f"it was written as {said['part']}.")
+        if why:
+            where = path.relative_to(self.folder)
+            raise AnotherScan(
+                f"{self.folder}: {where} does not belong to the scan of scan.json: {' '.join(why)} Move it away, or "
+                "give another folder; nothing was touched."
+            )
 
     def _put(self, path: Path, write) -> None:
         draft = path.with_name(f"{DRAFT}{path.name}.{os.getpid()}")
@@ -226,21 +268,53 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         form = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise Broken(f"{path}: no manifest of a scan ({error}). Likely cause: it was edited by hand.") from error
+        raise Broken(
+            f"{path}: no manifest of a scan ({error}). Likely cause: it was edited by hand, or the disk is damaged. "
+            "Put the right one back, or scan into another folder."
+        ) from error
     if form != FORMAT:
-        raise Broken(f"{path}: records of form {form}, this version of heedful reads form {FORMAT}.")
+        raise Broken(
+            f"{path}: records of form {form}, this version of heedful reads form {FORMAT}. Scan again into another "
+            "folder, or use the version that wrote them."
+        )
     return manifest
 
 
+def title_of(manifest: Mapping[str, Any]) -> str:
+    """A model's name without the folders before it.
+
+    >>> title_of({"model": "/models/all-MiniLM-L6-v2/"})
+    'all-MiniLM-L6-v2'
+    """
+    name = str(manifest.get("model") or "model").rstrip("/")
+    return name.replace("\\", "/").rsplit("/", 1)[-1]
+
+
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Why two manifests are not of one scan; texts and lengths may be added."""
+    """Why two manifests are not of one scan, in sentences; texts and lengths may be added.
+
+    >>> differences({"model": "a", "options": {"seed": 0}}, {"model": "b", "options": {"seed": 1}})
+    ["the model was 'a', not 'b'.", 'seed was 0, not 1.']
+    """
     why = []
     if before.get("model") != after.get("model"):
-        why.append(f"of {before.get('model')}, not {after.get('model')}.")
-    old, new = before.get("options", {}), after.get("options", {})
-    why += [f"{name} was {old.get(name)!r}, not {new[name]!r}." for name in new if old.get(name) != new[name]]
-    if not why and before.get("fingerprint") != after.get("fingerprint"):
-        why.append("the weights or the version of heedful are others.")
+        why.append(f"the model was {before.get('model')!r}, not {after.get('model')!r}.")
+    old, new = before.get("options") or {}, after.get("options") or {}
+    why += [
+        f"{name} was {old.get(name)!r}, not {new.get(name)!r}."
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+    if before.get("fingerprint") != after.get("fingerprint"):
+        versions = [(each.get("versions") or {}).get("heedful") for each in (before, after)]
+        if versions[0] != versions[1]:
+            why.append(f"heedful was {versions[0]}, not {versions[1]}.")
+        elif not why:
+            why.append("the weights or the configuration of the model changed.")
+    if "lengths" in before and before.get("texts") and bool(before["lengths"]) != bool(after.get("lengths")):
+        cut, whole = "cut to lengths", "read whole"
+        was, now = (cut, whole) if before["lengths"] else (whole, cut)
+        why.append(f"texts were {was}, not {now}.")
     known = {text["id"]: text["sha256"] for text in before.get("texts", [])}
     changed = [text["id"] for text in after.get("texts", []) if known.get(text["id"], text["sha256"]) != text["sha256"]]
     if changed:
@@ -254,10 +328,56 @@ def _joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return {**before, **after, "texts": [texts[key] for key in sorted(texts)], "lengths": sorted(lengths)}
 
 
-def _foreign(folder: Path) -> list[Path]:
-    """What lies in a folder that a scan, killed before its first record, would not have left there."""
-    ours = ("rows", "delta", "thumbnails", "against")
-    return sorted(path for path in folder.iterdir() if path.name not in ours and not path.name.startswith(DRAFT))
+def _check_empty(folder: Path) -> None:
+    """Refuse a folder without a manifest that holds more than a scan leaves which is killed before its first record."""
+    ours = [path for name in (*TABLES, "against") if (path := folder / name).is_dir()]
+    parts = sorted(path for each in ours for path in each.rglob("*") if path.is_file() and not _is_draft(path))
+    if parts:
+        raise AnotherScan(
+            f"{folder}: holds records ({parts[0].relative_to(folder)}) but no scan.json, so nothing says which model, "
+            "texts and options they belong to. Put scan.json back, or give another folder; nothing was touched."
+        )
+    others = sorted(path for path in folder.iterdir() if path not in ours and not _is_draft(path))
+    if others:
+        raise AnotherScan(
+            f"{folder}: holds other things ({others[0].name}) and no scan; expected an empty folder, or none yet."
+        )
+
+
+def _is_draft(path: Path) -> bool:
+    return path.name.startswith(DRAFT)
+
+
+def _seal(frame: pl.DataFrame, path: Path, about: dict[str, str]) -> None:
+    """Write a part with the checksum of its own bytes: of the file as it is while the checksum's place is blank."""
+    frame.write_parquet(path, compression="zstd", metadata=about)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(BLANK, MARK + hashlib.sha256(content).hexdigest().encode()))
+
+
+def _sealed(path: Path) -> bytes:
+    """The bytes of a part, once they are known to be those that were written.
+
+    Parquet would decode some damaged pages to other numbers, so nothing is decoded before.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Broken(f"{path}: can't be read ({error.strerror or error}).") from error
+    start = content.rfind(MARK)
+    said, blank = content[start : start + len(BLANK)], content[:start] + BLANK + content[start + len(BLANK) :]
+    if start < 0 or said[len(MARK) :] != hashlib.sha256(blank).hexdigest().encode():
+        raise Broken(
+            f"{path}: damaged, its bytes do not fit its checksum. Likely cause: a damaged disk, or a copy that was cut "
+            "short."
+        )
+    return content
+
+
+def _free(path: Path) -> Path:
+    """A name for a damaged part that no other has."""
+    names = (f"{path.name}.damaged{'' if at == 0 else f'-{at}'}" for at in range(10_000))
+    return next(new for new in map(path.with_name, names) if not new.exists())
 
 
 def _flush(path: Path) -> None:

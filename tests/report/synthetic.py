@@ -21,11 +21,11 @@ def sort_of(layer: int, head: int) -> str:
 
 
 def manifest(
-    name: str, layers: int, heads: int, texts: int, lengths: list[int], kind: str = "causal"
+    name: str, layers: int, heads: int, texts: int, lengths: list[int], kind: str = "causal", salt: bytes = b""
 ) -> dict[str, Any]:
     tokens = ["Ġthe", "Ġcat", HOSTILE, "Ġ<b>", "Ġsat", "Ċ", "Ġon\u2028", "Ġ“mats”"]
     return {
-        "format": 1,
+        "format": 2,
         "model": f"models/{name}",
         "model_type": "llama",
         "fingerprint": hashlib.sha256(name.encode()).hexdigest()[:16],
@@ -47,13 +47,13 @@ def manifest(
         "texts": [
             {
                 "id": f"{i:04d}",
-                "sha256": hashlib.sha256(b"%d" % i).hexdigest(),
+                "sha256": hashlib.sha256(salt + b"%d" % i).hexdigest(),
                 "tokens": lengths[-1],
                 "title": f"Text {i}",
             }
             for i in range(texts)
         ],
-        "thumbnail_tokens": [tokens[i % len(tokens)] for i in range(lengths[0])],
+        "thumbnail_tokens": {str(n): [tokens[i % len(tokens)] for i in range(n)] for n in lengths},
     }
 
 
@@ -127,6 +127,8 @@ def picture(layer: int, head: int, length: int, chance: random.Random) -> dict[s
             cells.append(min(255, round(255 * weight)) if j <= i else 0)
     few = min(length, CELLS)
     return {
+        "text": "0000",
+        "length": length,
         "layer": layer,
         "head": head,
         "height": CELLS,
@@ -147,16 +149,21 @@ def synthetic(
     lengths: tuple[int, ...] = (64, 128),
     shift: float = 1.0,
     seed: int = 0,
+    salt: bytes = b"",
+    precision: float | None = None,
+    planned: int | None = None,
 ) -> Scan:
     """A run folder as a scan writes it, opened again."""
     chance = random.Random(seed)
-    run = Run.begin(folder, manifest(name, layers, heads, texts, list(lengths)))
+    about = {**manifest(name, layers, heads, planned or texts, list(lengths), salt=salt), "precision": precision}
+    run = Run.begin(folder, about)
     places = [(layer, head) for layer in range(layers) for head in range(heads)]
-    for text in run.manifest["texts"]:
+    for text in run.manifest["texts"][:texts]:
         for length in lengths:
             rows = [row(text["id"], length, layer, head, shift, chance) for layer, head in places]
             run.write(text["id"], length, rows)
-    run.write_thumbnails([picture(layer, head, lengths[0], chance) for layer, head in places])
+    for length in lengths:
+        run.write("0000", length, [picture(layer, head, length, chance) for layer, head in places], table="thumbnails")
     return Scan.open(folder)
 
 
@@ -174,5 +181,23 @@ def uneven(folder: Path) -> Scan:
         each |= {name: None for name in ROWS if name.startswith("base_") or (name == "sigma" and each["layer"] == 3)}
     run = Run.begin(folder, about)
     run.write("0000", length, rows)
-    run.write_thumbnails([picture(0, 0, length, chance)])
+    run.write("0000", length, [picture(0, 0, length, chance)], table="thumbnails")
+    return Scan.open(folder)
+
+
+def changing(folder: Path) -> Scan:
+    """Heads that are of one kind at the first length and of another at the last; head 1 attends to all tokens alike;
+    ranks of layer 0 are exact."""
+    chance, lengths = random.Random(0), [64, 128]
+    run = Run.begin(folder, manifest("changing", 2, 4, 2, lengths))
+    for text in run.manifest["texts"]:
+        for length in lengths:
+            rows = [row(text["id"], length, layer, head, 1.0, chance) for layer in range(2) for head in range(4)]
+            for each in rows:
+                if each["layer"] == 0:
+                    each |= {f"rank{tau}_{side}": each[f"rank{tau}"] for tau in (90, 95) for side in ("low", "high")}
+                    each |= {"label": "previous", "label_score": 0.9} if length == 64 else {}
+                if each["head"] == 1:
+                    each |= {"label": "uniform", "label_score": 0.66, "position_share": 0.11, "sink": 0.02}
+            run.write(text["id"], length, rows)
     return Scan.open(folder)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -80,13 +83,13 @@ def test_tokens_of_markup_stay_data(text, data):
     found = outline(text)
     assert [kind for kind, _ in found.scripts] == ["application/json", None]
     assert HOSTILE not in text and "\u2028" not in text
-    assert HOSTILE in data["scans"][0]["tokens"]
+    assert HOSTILE in data["scans"][0]["tokens"][0]
 
 
-def test_a_model_named_in_markup_stays_text(scan, monkeypatch):
-    monkeypatch.setitem(scan.manifest, "model", 'x/<img src=y onerror="alert(1)">')
-    found = outline(html(scan))
-    assert set(found.sources) == {"#main", "data:,"}
+def test_a_model_named_in_markup_stays_text(tmp_path):
+    scan = synthetic(tmp_path / "run", name='<img src=y onerror="alert(1)">', lengths=(64,))
+    for against in (None, scan):
+        assert set(outline(html(scan, against=against)).sources) == {"#main", "data:,"}
 
 
 def test_the_policy_names_the_one_script(text):
@@ -103,7 +106,7 @@ def test_numbers_are_those_of_the_table(scan, data):
     table = scan.table()
     for at, length in enumerate(data["scans"][0]["lengths"]):
         block, part = data["scans"][0]["blocks"][at], table.filter(pl.col("length") == length).sort("layer", "head")
-        for name in ("rank95", "rank95_low", "rank95_high", "sink", "base_rank95"):
+        for name in ("rank95", "rank95_low", "rank95_high", "rank90_certified_low", "sink", "base_rank95"):
             assert block[name] == pytest.approx(part[name].to_list(), rel=5e-4)
         assert block["kind_of_head"] == part["kind_of_head"].to_list()
         assert block["decay"][0] is None and part["decay"][0] is None
@@ -115,7 +118,7 @@ def test_both_languages_say_the_counts(scan, text):
     opening = re.search(r'<p class="opening">(.*?)</p>', text)[1]
     for code in LANGUAGES:
         sentence = re.search(rf'<span lang="{code}">(.*?)</span>', opening)[1]
-        assert sorted(map(int, re.findall(r"\d+", sentence))) == sorted([len(longest), *counts.values()])
+        assert sorted(map(int, re.findall(r"\d+", sentence))) == sorted([128, len(longest), *counts.values()])
 
 
 def test_words_of_the_page_are_in_both_languages(data):
@@ -152,6 +155,12 @@ class Grown:
 
     def compare(self, other):
         return self._tiled(self.scan.compare(other.scan))
+
+    def answer(self, language, *, against=None):
+        return self.scan.answer(language, against=against and against.scan)
+
+    def __getattr__(self, name):
+        return getattr(self.scan, name)  # rows, means and trends, which are over all heads
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +246,7 @@ def test_text_is_escaped_in_both_languages():
 
 
 def test_scans_without_a_common_text_are_compared_unpaired(scan, tmp_path):
-    other = synthetic(tmp_path / "run", name="other")
-    for each in other.manifest["texts"]:
-        each["sha256"] = "0" + each["sha256"][1:] + "x"
+    other = synthetic(tmp_path / "run", name="other", salt=b"others")
     text = html(scan, against=other)
     found = json.loads(next(body for kind, body in outline(text).scripts if kind == "application/json"))
     assert found["pairs"] == [{}, {}] and len(found["scans"]) == 2
@@ -252,3 +259,88 @@ def test_paired_differences_are_those_of_the_scans(scan, tmp_path):
     truth = scan.compare(other).filter(pl.col("length") == 128).sort("layer", "head")
     assert found["pairs"][1]["rank95"] == pytest.approx(truth["rank95"].to_list(), rel=5e-4)
     assert found["pairs"][1]["rank95_low"] == pytest.approx(truth["rank95_low"].to_list(), rel=5e-4)
+
+
+# ---- one answer everywhere
+
+
+def told_in_the_terminal(scan) -> str:
+    from heedful.show.scanning import print_scan
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_scan(scan, width=4000)
+    return out.getvalue()
+
+
+def told_on_the_page(text: str, code: str) -> str:
+    answer = text[text.index('<section class="answer"') : text.index("</section>")]
+    return " ".join(unescape(each) for each in re.findall(rf'<span lang="{code}">(.*?)</span>', answer))
+
+
+@pytest.mark.parametrize("precision", [None, 0.001, 0.9])
+def test_terminal_page_and_words_say_the_same_sentences_and_numbers(tmp_path, precision):
+    scan = synthetic(tmp_path / "run", texts=6, precision=precision)
+    text, terminal = html(scan), told_in_the_terminal(scan)
+    for code in LANGUAGES:
+        words, page_says = scan.words(code), told_on_the_page(text, code)
+        found = scan.answer(code)
+        sentences = [found.lead, *found.more, *found.notes, *dict(found.kinds).values(), found.caveat]
+        assert len(sentences) > 8 and len(found.notes) == (precision is not None)
+        for sentence in sentences:
+            assert sentence in words and sentence in page_says
+            assert code != "en" or sentence in terminal
+        assert "".join(sentences).replace(" ", "") == re.sub(r"\s", "", words.replace("\u202f", "\x00")).replace(
+            "\x00", "\u202f"
+        )
+    mean, growth = scan.mean("rank90"), scan.trend("rank90")
+    for said in (scan.words(), told_on_the_page(text, "en"), terminal):
+        assert f"Its mean over heads is {float(mean.mean):.1f} of 128" in said
+        assert f"interval {float(mean.low):.1f} to {float(mean.high):.1f})" in said
+        assert f"it grows as N^{float(growth.mean):.2f} (95" in said
+        assert ("was not reached" in said) == (precision == 0.001) and ("was reached" in said) == (precision == 0.9)
+
+
+def test_a_comparison_says_the_same_everywhere(tmp_path):
+    scan = synthetic(tmp_path / "run", name="trained")
+    other = synthetic(tmp_path / "run" / "against", name="untrained", shift=1.3, seed=1)
+    text, terminal = html(scan, against=other), told_in_the_terminal(scan)
+    for code in LANGUAGES:
+        found = scan.answer(code, against=other)
+        for sentence in (found.lead, *found.more, *dict(found.kinds).values()):
+            assert sentence in told_on_the_page(text, code) and (code != "en" or sentence in terminal)
+    assert scan.words() in terminal and other.words() in terminal
+    table = scan.compare(other).filter(pl.col("length") == 128)
+    lower, higher = (table["rank90_high"] < 0).sum(), (table["rank90_low"] > 0).sum()
+    assert f"{lower} of 12 heads have a lower effective rank in trained than in untrained and {higher} a" in terminal
+
+
+def test_what_a_window_leaves_out_is_measured(scan):
+    own = scan.table().filter((pl.col("length") == 128) & (pl.col("kind_of_head") == "sink"))
+    share = round(100 * own["first"].mean())
+    sentence = dict(scan.answer("en").kinds)["sink"]
+    assert (
+        f"the first four tokens hold {share}\u202f%" in sentence
+        and f"leave out {100 - share}\u202f% at most" in sentence
+    )
+    assert "loses little" not in html(scan)
+
+
+def test_a_label_is_scored_over_the_texts_that_give_it(tmp_path):
+    scan = synthetic(tmp_path / "run", texts=3, lengths=(64,))
+    rows = scan.rows.with_columns(
+        label=pl.when(pl.col("text") == "0002").then(pl.lit("content")).otherwise("label"),
+        label_score=pl.when(pl.col("text") == "0002").then(0.1).otherwise("label_score"),
+    )
+    object.__setattr__(scan, "rows", rows)
+    table = scan.table().filter(pl.col("kind_of_head") == "positional")
+    assert len(table) and set(table["label_texts"]) == {2} and set(table["label"]) == {"previous"}
+    assert table["label_score"].min() > 0.8
+
+
+def test_every_sentence_is_in_both_languages_with_the_same_numbers():
+    from heedful.scan.phrases import CHINESE, ENGLISH
+
+    assert ENGLISH.keys() == CHINESE.keys()
+    for name in ENGLISH:
+        holes = [set(re.findall(r"\{(\w+)\}", phrases[name])) for phrases in (ENGLISH, CHINESE)]
+        assert holes[0] == holes[1], name

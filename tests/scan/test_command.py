@@ -32,8 +32,13 @@ def text(tmp_path) -> Path:
 def test_a_scan_prints_the_answer_and_where_the_records_are(folder, text, tmp_path):
     code, out, _ = heedful("scan", folder, "--texts", text, "--lengths", "16,32", "--out", tmp_path / "run")
     assert code == 0
-    assert "8 heads in 2 layers, measured on 1 text of 32 tokens." in out
-    assert "Effective rank (.9) grows as length^" in out and "heedful report" in out
+    said = " ".join(out.split())
+    assert (
+        said.startswith("At 32 tokens, ")
+        and "of its 8 attention heads" in said
+        and "Measured on 1 text of 32 tokens" in said
+    )
+    assert "From 16 to 32 tokens (N) it grows as N^" in said and "heedful report" in said
     assert Scan.open(tmp_path / "run").manifest["texts"][0]["title"] == "prose.txt"
 
 
@@ -79,6 +84,18 @@ def test_a_scan_resumes(folder, text, tmp_path):
     assert heedful(*arguments, "--resume")[0] == 0
     code, _, said = heedful(*arguments, "--resume", "--seed", 1)
     assert code == 2 and "belongs to another scan: seed was 0, not 1." in said
+
+
+def test_a_damaged_part_is_told_and_measured_again(folder, text, tmp_path):
+    arguments = ("scan", folder, "--texts", text, "--lengths", 16, "--out", tmp_path / "run")
+    assert heedful(*arguments)[0] == 0
+    part = tmp_path / "run" / "rows" / "0000-16.parquet"
+    part.write_bytes(part.read_bytes()[:60] + b"?" + part.read_bytes()[61:])
+    code, _, said = heedful("report", tmp_path / "run")
+    assert code == 2 and "Resume the scan" in said and "Traceback" not in said
+    code, _, said = heedful(*arguments, "--resume")
+    assert code == 0 and "set aside as 0000-16.parquet.damaged; its text is measured again" in said
+    assert heedful("report", tmp_path / "run")[0] == 0
 
 
 def test_a_model_runs_in_the_precision_that_was_asked_for(folder, text, tmp_path):

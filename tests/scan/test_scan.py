@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
 from heedful.hf.calls import difference
-from heedful.records import UNTIMED, AnotherScan, Run
+from heedful.records import UNTIMED, AnotherScan, Damaged, Run
 from heedful.scan import Scan, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
@@ -53,7 +54,10 @@ def test_every_head_of_every_text_has_a_row_and_the_table_is_over_texts(model, t
     assert manifest["layers"][0] | {"name": ""} == {
         "layer": 0, "name": "", "kind": "causal", "heads": 4, "kv_heads": 2, "width": 8, "items": 1,
     }  # fmt: skip
-    assert len(found.thumbnails()) == 8 and len(manifest["thumbnail_tokens"]) == 16
+    pictures = found.thumbnails()
+    assert [len(part) for _, part in pictures.group_by("length", maintain_order=True)] == [8, 8]
+    assert set(pictures["text"]) == {"0000"} and pictures["width"].unique().sort().to_list() == [16, 32]
+    assert {length: len(tokens) for length, tokens in manifest["thumbnail_tokens"].items()} == {"16": 16, "32": 32}
 
 
 def test_numbers_do_not_depend_on_the_other_texts(model, tmp_path):
@@ -72,8 +76,9 @@ def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
     made = scan(model, None, tiny.ids(3, 24), out=tmp_path / "run", name="<tiny>")
     found = Scan.open(tmp_path / "run")
     assert timeless(found).equals(timeless(made))
-    assert found.words().startswith("8 heads in 2 layers, measured on 3 texts of 24 tokens.")
-    assert found.words("zh").startswith("共 2 层 8 个注意力头，在 3 篇 24 个词元的文本上测得。")
+    assert re.match(r"At 24 tokens, \d of its 8 attention heads ", found.words())
+    assert "Measured on 3 texts of 24 tokens" in found.words()
+    assert found.words("zh").startswith("在 24 个词元处，8 个注意力头中有 ")
     with pytest.raises(ValueError, match="expected one of en, zh"):
         found.words("de")
     assert "&lt;tiny&gt;" in found._repr_html_() and "<tiny>" not in found._repr_html_()
@@ -84,20 +89,33 @@ def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
         found.head(2, 0)
 
 
-def test_growth_is_the_slope_over_the_lengths_of_each_text(model, tmp_path):
-    found = scan(model, None, tiny.ids(2, 32), lengths=[8, 16, 32], out=tmp_path / "run")
-    growth = found.growth()
-    x = torch.tensor([8.0, 16.0, 32.0]).log()
-    slopes = []
-    for text in ("0000", "0001"):
-        rows = found.rows.filter((pl.col("text") == text) & (pl.col("layer") == 0) & (pl.col("head") == 1))
-        y = torch.tensor(rows.sort("length")["rank90"].to_list()).log()
-        slopes.append(float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()))
-    row = growth.filter((pl.col("layer") == 0) & (pl.col("head") == 1)).row(0, named=True)
-    assert row["exponent"] == pytest.approx(sum(slopes) / 2, rel=1e-5)
+def slope(lengths, values) -> float:
+    x, y = (torch.tensor(each, dtype=torch.float64).log() for each in (lengths, values))
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
+def test_growth_is_the_slope_through_the_means_over_texts(model, tmp_path):
+    found = scan(model, None, tiny.ids(3, 32), lengths=[8, 16, 32], out=tmp_path / "run")
+    table = found.table()
+    own = table.filter((pl.col("layer") == 0) & (pl.col("head") == 1)).sort("length")
+    row = found.growth().filter((pl.col("layer") == 0) & (pl.col("head") == 1)).row(0, named=True)
+    assert row["exponent"] == pytest.approx(slope([8, 16, 32], own["rank90"].to_list()), rel=1e-6)
     assert row["exponent_low"] <= row["exponent"] <= row["exponent_high"]
+    means = table.group_by("length").agg(pl.col("rank90").mean()).sort("length")["rank90"].to_list()
+    trend = found.trend()
+    assert float(trend.mean) == pytest.approx(slope([8, 16, 32], means), rel=1e-6)
+    assert float(trend.low) <= float(trend.mean) <= float(trend.high)
     with pytest.raises(ValueError, match="1 lengths in this scan"):
         scan(model, None, tiny.ids(1, 32), lengths=[8], out=tmp_path / "one").growth()
+
+
+def test_growth_of_a_scan_that_was_cut_off_goes_through_what_is_there(model, tmp_path):
+    scan(model, None, tiny.ids(3, 16), lengths=[8, 16], out=tmp_path / "run")
+    (tmp_path / "run" / "rows" / "0002-16.parquet").unlink()
+    found = Scan.open(tmp_path / "run")
+    means = [found.table().filter(pl.col("length") == n)["rank90"].mean() for n in (8, 16)]
+    assert float(found.trend().mean) == pytest.approx(slope([8, 16], means), rel=1e-6)
+    assert "2 of 3 texts have been measured so far" in found.words()
 
 
 def test_chosen_layers_are_those_of_the_whole_scan_and_the_model_stops_there(model, tmp_path):
@@ -167,9 +185,10 @@ def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_pa
 def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
     texts = tiny.ids(12, 24)
     loose = scan(model, None, texts, lengths=[24], precision=0.5, out=tmp_path / "loose")
-    assert loose.texts == 5
+    assert loose.texts == 5 and "was reached with 5 of 12 texts" in loose.words()
     strict = scan(model, None, texts, lengths=[24], precision=1e-6, out=tmp_path / "strict")
-    assert strict.texts == 12
+    assert strict.texts == 12 and "was not reached: at 24 tokens" in strict.words()
+    assert "12 of 12 texts measured. Give more texts." in strict.words()
     found = strict.mean("rank90")
     wanted = float(found.half_width / found.mean) * 1.2
     some = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some")
@@ -180,6 +199,12 @@ def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
 
 
 # ---- two models
+
+
+def test_both_models_of_a_comparison_know_the_precision_that_was_asked_for(model, tmp_path):
+    found = scan(model, None, tiny.ids(7, 16), precision=0.9, against=tiny.llama(seed=3), out=tmp_path / "run")
+    assert found.texts == 5
+    assert all("was reached with 5 of 7 texts" in each.words() for each in (found, found.against))
 
 
 def test_a_model_against_itself_differs_by_nothing(model, tmp_path):
@@ -244,11 +269,41 @@ def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
         scan(model, None, texts, out=stopped)
     with pytest.raises(AnotherScan, match="seed was 0, not 1"):
         scan(model, None, texts, out=stopped, resume=True, seed=1)
-    with pytest.raises(AnotherScan, match="the weights or the version of heedful are others"):
+    with pytest.raises(AnotherScan, match="the weights or the configuration of the model changed"):
         scan(tiny.llama(seed=3), None, texts, out=stopped, resume=True)
     resumed = scan(model, None, texts, out=stopped, resume=True)
     assert timeless(resumed).equals(timeless(whole))
     assert (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("table", ["rows", "delta", "thumbnails", "against/rows"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_parts_that_were_lost_or_damaged_are_made_again(model, tmp_path, table, lost):
+    arguments = {"lengths": [8, 16], "against": tiny.llama(seed=3), "out": tmp_path / "run"}
+    whole = scan(model, None, tiny.ids(2, 16), **arguments)
+    before = timeless(whole), timeless(whole.against), whole.thumbnails(), Run.open(tmp_path / "run").delta()
+    part = tmp_path / "run" / table / "0000-16.parquet"
+    if lost:
+        part.unlink()
+        again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
+    else:
+        content = bytearray(part.read_bytes())
+        content[40] ^= 1  # behind an intact footer
+        part.write_bytes(content)
+        with pytest.warns(Damaged, match="set aside as 0000-16.parquet.damaged"):
+            again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
+        assert part.with_name("0000-16.parquet.damaged").read_bytes() == content
+    after = timeless(again), timeless(again.against), again.thumbnails(), Run.open(tmp_path / "run").delta()
+    assert all(a.equals(b) for a, b in zip(before, after, strict=True))
+
+
+def test_lost_parts_of_a_scan_that_is_precise_are_made_again_and_nothing_else(model, tmp_path):
+    arguments = {"lengths": [8, 16], "precision": 0.9, "out": tmp_path / "run"}
+    assert scan(model, None, tiny.ids(9, 16), **arguments).texts == 5
+    for length in (8, 16):
+        (tmp_path / "run" / "thumbnails" / f"0000-{length}.parquet").unlink()
+    again = scan(model, None, tiny.ids(9, 16), **arguments, resume=True)
+    assert again.texts == 5 and again.thumbnails()["length"].unique().sort().to_list() == [8, 16]
 
 
 def _scan_in_a_process(folder: str, log: str) -> None:

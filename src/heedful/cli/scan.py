@@ -132,8 +132,6 @@ def scan_command(
             print_json((found.table() if found.against is None else found.compare(found.against)).to_dicts())
             return
         print_scan(found)
-        if found.against is not None:
-            typer.echo(f"\nAgainst {against}: {found.against.words()}")
         typer.echo(f"\nRecords: {folder}. A page of them: heedful report {folder}")
 
 
@@ -186,7 +184,7 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _noted() -> Iterator[None]:
-    """Warnings as sentences on stderr, as they come."""
+    """Warnings as sentences on stderr, as they come: notices, and damaged records that are set aside."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         print_notice(str(message))

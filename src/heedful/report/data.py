@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import polars as pl
 
+from heedful.records import RANK, title_of
 from heedful.report.encode import GRID, picture, short, spectrum
-from heedful.report.words import title_of
 
 PICTURES = 2_500_000
 """Characters that all pictures of a page may take."""
@@ -29,9 +29,14 @@ class Records(Protocol):
 
     @property
     def manifest(self) -> Mapping[str, Any]: ...
+    @property
+    def rows(self) -> pl.DataFrame: ...
     def thumbnails(self) -> pl.DataFrame: ...
     def table(self) -> pl.DataFrame: ...
+    def mean(self, column: str, length: int) -> Any: ...
+    def trend(self, column: str) -> Any: ...
     def compare(self, other: Any) -> pl.DataFrame: ...
+    def answer(self, language: Any, *, against: Any = None) -> Any: ...
 
 
 def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> dict[str, Any]:
@@ -41,29 +46,50 @@ def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> 
     shrink = _shrink(thumbnails)
     made = [_scan(each, drawn, measures, shrink) for each, drawn in zip(scans, thumbnails, strict=True)]
     if against is None:
-        return {"grid": GRID, "scans": made}
+        return {"grid": GRID, "rank": RANK, "scans": made}
     pairs = _pairs(scan, against, made[0], measures)
     for block, apart in zip(made[0]["blocks"], pairs, strict=True):  # what is of both models shows as any measure does
         block |= {name: apart.pop(name) for name in list(apart) if name.startswith("delta_")}
-    return {"grid": GRID, "scans": made, "pairs": pairs}
+    return {"grid": GRID, "rank": RANK, "scans": made, "pairs": pairs}
 
 
 def _scan(scan: Records, thumbnails: pl.DataFrame, measures: Sequence[str], shrink: int) -> dict[str, Any]:
-    table, manifest = scan.table(), scan.manifest
+    table, manifest, measured = scan.table(), scan.manifest, set(scan.rows["text"].unique())
     heads = table.select("layer", "head").unique().sort("layer", "head").rows()
     lengths = table["length"].unique().sort().to_list()
+    texts = manifest.get("texts", [])
     return {
         "title": title_of(manifest),
         "manifest": {name: manifest.get(name) for name in MANIFEST},
-        "texts": [{name: text.get(name) for name in ("id", "title")} for text in manifest.get("texts", [])],
+        "texts": [{name: text.get(name) for name in ("id", "title")} for text in texts if text["id"] in measured],
+        "planned": len(texts),
         "layers": manifest.get("layers", []),
         "seconds": short(_seconds(table)),
         "heads": [list(head) for head in heads],
         "lengths": lengths,
         "blocks": [_block(_at(table, length, heads), measures) for length in lengths],
-        "pictures": _pictures(thumbnails, heads, shrink),
-        "tokens": manifest.get("thumbnail_tokens") or [],
+        **_over_heads(scan, [name for name in measures if name in table.columns], lengths),
+        "pictures": [_pictures(_of_length(thumbnails, length), heads, shrink) for length in lengths],
+        "tokens": _tokens(manifest, lengths),
     }
+
+
+def _over_heads(scan: Records, measures: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
+    """Means over heads at each length, and how they grow: the numbers of the answer, for every measure."""
+    means = {name: [short(float(scan.mean(name, length).mean), 6) for length in lengths] for name in measures}
+    several = measures if len(lengths) > 1 else []
+    return {"means": means, "exponents": {name: short(float(scan.trend(name).mean), 6) for name in several}}
+
+
+def _of_length(thumbnails: pl.DataFrame, length: int) -> pl.DataFrame:
+    return thumbnails.filter(pl.col("length") == length)
+
+
+def _tokens(manifest: Mapping[str, Any], lengths: Sequence[int]) -> list[list[str]]:
+    """The tokens of the pictures at each length. A text that was read whole has one length, its own."""
+    found = manifest.get("thumbnail_tokens") or {}
+    whole = not manifest.get("lengths")
+    return [next(iter(found.values()), []) if whole else found.get(str(length), []) for length in lengths]
 
 
 def _seconds(table: pl.DataFrame) -> float:
@@ -78,7 +104,8 @@ def _at(table: pl.DataFrame, length: int, heads: Sequence[Place]) -> pl.DataFram
 
 
 def _block(part: pl.DataFrame, measures: Sequence[str]) -> Row:
-    block = _columns(part, [*_bounded(measures), "texts", "label", "kind_of_head"])
+    bounds = [f"{name}_certified_{side}" for name in measures for side in ("low", "high")]
+    block = _columns(part, [*_bounded(measures), *bounds, "texts", "label", "label_texts", "kind_of_head"])
     for name in ("sigma", "base_sigma"):
         block[name] = [_spectrum(values) for values in part[name].to_list()]
         block[f"{name}_count"] = part[name].list.len().to_list()
@@ -122,9 +149,20 @@ def _shrink(pictures: Sequence[pl.DataFrame]) -> int:
     return max(1, math.ceil(math.sqrt(cells / PICTURES)))
 
 
-def _pictures(frame: pl.DataFrame, heads: Sequence[Place], shrink: int) -> list[Row | None]:
-    found = {(row["layer"], row["head"]): row for row in frame.iter_rows(named=True)}
-    return [_picture(found[head], shrink) if head in found else None for head in heads]
+def _pictures(frame: pl.DataFrame, heads: Sequence[Place], shrink: int) -> dict[str, Any]:
+    """For each head its scale, its cells and which of a few shapes they have; null for one without a picture."""
+    found = {(row["layer"], row["head"]): _picture(row, shrink) for row in frame.iter_rows(named=True)}
+    shapes: list[Row] = []
+    packed: list[list[Any] | None] = []
+    for head in heads:
+        if head not in found:
+            packed.append(None)
+            continue
+        shape = {name: found[head][name] for name in ("rows", "columns", "pooling", "per")}
+        if shape not in shapes:
+            shapes.append(shape)
+        packed.append([shapes.index(shape), found[head]["scale"], found[head]["cells"]])
+    return {"shapes": shapes, "heads": packed}
 
 
 def _picture(row: Row, shrink: int) -> Row:
@@ -136,5 +174,5 @@ def _picture(row: Row, shrink: int) -> Row:
         "cells": picture(row["cells"], height, width, shrink, pooling),
         "scale": short(row["scale"]),
         "pooling": row["pooling"] if shrink == 1 else pooling,
-        "per": short(row["tokens_per_cell"] * shrink),
+        "per": short(row["tokens_per_cell"] * shrink, 8),
     }

@@ -37,7 +37,7 @@ from heedful.measures import (
 )
 from heedful.measures.goals import BLOCK
 from heedful.measures.heads import Room, matrix_of
-from heedful.measures.positions import Asked, pattern_of
+from heedful.measures.positions import Asked, PositionalPattern, pattern_of
 from heedful.measures.rows import check_sums, over_rows
 from heedful.measures.search import FORMED, block_of, pays_to_form
 from heedful.operator import AttentionOperator
@@ -188,7 +188,7 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
         **_of_spectrum(found),
         **_of_rows(sums, _visible(call, sums), sink=call.sink is not None),
         **_of_places(sums, asked, None if call.kind == "cross" else m, signed=call.minus is not None),
-        "label_score": pattern.score,
+        "label_score": _explained(pattern),
     }
     lists, labels, spreads = {name: x.tolist() for name, x in columns.items()}, pattern.labels, logit_spreads(call)
 
@@ -227,6 +227,12 @@ def _joined(name: str, values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [sum(entries) / len(entries) for entries in zip(*values, strict=True)]
     return sum(values) / len(values)
+
+
+def _explained(pattern: PositionalPattern) -> Tensor:
+    """How much of each head its pattern explains; where none explains half, how much the best one does."""
+    content = pattern.index == len(pattern.names) - 1
+    return torch.where(content, 1 - pattern.score, pattern.score)
 
 
 def _column_sums(op: AttentionOperator, matrix: Matrix) -> Tensor:

@@ -15,13 +15,12 @@ import torch
 
 from heedful import records
 from heedful.notices import too_few
-from heedful.records import NUMBERS, Run
+from heedful.records import NUMBERS, RANK, Run
+from heedful.scan.answer import BASE, Answer, answer, compared, number
 from heedful.scan.statistics import Mean, bootstrap, exponent
-from heedful.scan.words import summary
 from heedful.shapes import Tensor
 
 Language = Literal["en", "zh"]
-KINDS = ("positional", "sink", "low rank", "content")
 POSITIONAL = frozenset(
     {"current", "previous", "next", "left", "right", "start", "end", "last", "uniform", "band", "window"}
 )
@@ -32,11 +31,12 @@ LOW = 0.5  # share of the random head's rank below which a head's is low
 # A mean's own interval takes the names …_low and …_high; bounds of single measurements get longer ones.
 BOUNDS = {f"rank{tau}_{side}": f"rank{tau}_certified_{side}" for tau in (90, 95) for side in ("low", "high")}
 LISTS = ("sigma", "base_sigma")
+COMPARED = [name for name in NUMBERS if name not in BOUNDS]
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head: its rows in `Scan.table()`, one for each length, its rows for each text, and its picture."""
+    """One head: its rows in `Scan.table()`, one for each length, its rows for each text, its picture at the longest."""
 
     layer: int
     head: int
@@ -48,8 +48,7 @@ class Head:
         last = self.table.row(-1, named=True)
         return (
             f"head {self.head} of layer {self.layer} ({last['name']}): {last['kind_of_head'] or 'no verdict'}, "
-            f"{last['label']}; "
-            f"effective rank (.9) {last['rank90']:.4g} of {last['length']}"
+            f"{last['label']}; effective rank (.9) {number(last[RANK])} of {last['length']}"
         )
 
 
@@ -87,8 +86,8 @@ class Scan:
         return rows.with_columns(pl.lit(round(float(mean)), dtype=pl.Int64).alias("length"))  # type: ignore[arg-type]
 
     def thumbnails(self) -> pl.DataFrame:
-        """Small pictures of the heads on the first text: see `records.THUMBNAILS`."""
-        return self._run.thumbnails()
+        """Small pictures of the heads on the first text, at each length: see `records.THUMBNAILS`."""
+        return self._under_one_length(self._run.thumbnails())
 
     @cached_property
     def against(self) -> Scan | None:
@@ -110,11 +109,12 @@ class Scan:
         """One row for each length, layer and head: means over texts, with 95 % intervals in `…_low` and `…_high`.
 
         Bounds of the single measurements are `rank90_certified_low` and so on, averaged. `label` is the one that most
-        texts give. `kind_of_head` is the first that fits of
+        texts give, `label_texts` how many do, and `label_score` its mean over those. `kind_of_head` is the first that
+        fits of
 
             positional   the label is one that tokens have no part in
             sink         more than half of the mass lies on the first token
-            low rank     rank95, with its whole interval, is below half of the random head's
+            low rank     rank90, with its whole interval, is below half of the random head's
             content      all others
 
         and empty for fewer than 32 tokens, which are too few to tell.
@@ -139,27 +139,35 @@ class Scan:
                 f"heads from 0 to {max(self.rows['head'].to_list())}."
             )
         pictures = own(self.thumbnails())
-        return Head(layer, head, table, own(self.rows), None if pictures.is_empty() else pictures.row(0, named=True))
+        return Head(layer, head, table, own(self.rows), None if pictures.is_empty() else pictures.row(-1, named=True))
 
-    def growth(self, column: str = "rank90") -> pl.DataFrame:
-        """How a measure grows with length, for each head: α of value ∝ lengthᵅ, with an interval over texts.
+    def growth(self, column: str = RANK) -> pl.DataFrame:
+        """How a measure grows with length, for each head: α of mean ∝ lengthᵅ, with an interval over texts.
 
-        A text's line goes through all of its lengths; texts that lack one are left out.
+        The line goes through the head's means over texts at all lengths.
         """
+        values = self._by_text(column)
+        found = exponent(torch.tensor(self.lengths, dtype=torch.float64), values)
+        keys = self.rows.select("layer", "head").unique().sort("layer", "head")
+        return keys.with_columns(*_series("exponent", found)).fill_nan(None)
+
+    def trend(self, column: str = RANK) -> Mean:
+        """How the mean of a measure over heads grows with length: α of mean ∝ lengthᵅ, with an interval over texts."""
+        values = self._by_text(column).nanmean(-1, keepdim=True)
+        found = exponent(torch.tensor(self.lengths, dtype=torch.float64), values)
+        return Mean(*(x[0] for x in found))
+
+    def _by_text(self, column: str) -> Tensor:
+        """(texts, lengths, heads), NaN where a text has not been measured."""
         if column not in NUMBERS:
             raise ValueError(f"column: {column!r}, expected one of {', '.join(NUMBERS)}.")
-        lengths = sorted(self.manifest.get("lengths", []))
-        if len(lengths) < 2:
-            raise ValueError(f"growth: {len(lengths)} lengths in this scan, expected two or more.")
-        whole = self.rows.group_by("text").agg(pl.col("length").n_unique().alias("count"))
-        rows = self.rows.join(whole.filter(pl.col("count") == len(lengths)).select("text"), on="text")
-        if rows.is_empty():
-            raise ValueError("growth: no text has been measured at every length yet. Resume the scan.")
-        values = _cube(rows.sort("text", "length", "layer", "head"), [column])
-        values = values.reshape(rows["text"].n_unique(), len(lengths), -1)
-        found = exponent(torch.tensor(lengths, dtype=torch.float64), values)
-        keys = rows.select("layer", "head").unique().sort("layer", "head")
-        return keys.with_columns(*_series("exponent", found)).fill_nan(None)
+        if len(self.lengths) < 2:
+            raise ValueError(f"growth: {len(self.lengths)} lengths in this scan, expected two or more.")
+        names = (["text"], ["length"], ["layer", "head"])
+        keys = [self.rows.select(*each).unique(maintain_order=True) for each in names]
+        whole = keys[0].join(keys[1], how="cross").join(keys[2], how="cross")
+        whole = whole.join(self.rows.select(*records.KEY, column), on=list(records.KEY), how="left").sort(*records.KEY)
+        return _cube(whole, [column]).reshape(len(keys[0]), len(keys[1]), -1)
 
     def mean(self, column: str, length: int | None = None, layers: Callable[[int], bool] | None = None) -> Mean:
         """The mean of a measure over heads, with its interval over texts; at the longest length by default."""
@@ -175,20 +183,8 @@ class Scan:
         Where both were scanned together (`against`), `delta_rank90` and so on are of ΔA = A₁ − A₂ itself, and
         `delta_relative` is ‖ΔA‖ / ‖A₁‖.
         """
-        known = {text["id"]: text["sha256"] for text in other.manifest["texts"]}
-        mine = {text["id"]: text["sha256"] for text in self.manifest["texts"]}
-        if not any(known.get(text) == digest for text, digest in mine.items()):
-            raise ValueError("compare: the two scans share no text. Expected the same texts in both.")
-        key = ["text", "length", "layer", "head"]
-        shared = [text for text, digest in mine.items() if known.get(text) == digest]
-        pairs = self.rows.join(other.rows, on=key, suffix="_other").filter(pl.col("text").is_in(shared))
-        if pairs.is_empty():
-            raise ValueError("compare: the two scans share no length, layer and head. Likely cause: other lengths.")
-        apart = pairs.select(
-            *key, "name", *(pl.col(name) - pl.col(f"{name}_other") for name in NUMBERS if name not in BOUNDS)
-        )
-        columns = [name for name in NUMBERS if name not in BOUNDS]
-        table = pl.concat([_means(length, rows, columns) for length, rows in _by_length(apart)])
+        apart, key = self.paired(other), list(records.KEY)
+        table = pl.concat([_means(length, rows, COMPARED) for length, rows in _by_length(apart)])
         delta = (
             self._under_one_length(self._run.delta())
             if self.against is not None and other.folder == self.folder / "against"
@@ -201,9 +197,25 @@ class Scan:
         delta = delta.drop("texts").rename(lambda name: name if name in key else f"delta_{name}")
         return table.join(delta, on=["length", "layer", "head"], how="left").sort("length", "layer", "head")
 
+    def paired(self, other: Scan) -> pl.DataFrame:
+        """Differences, this scan minus the other, for each text, length, layer and head that both have."""
+        known = {text["id"]: text["sha256"] for text in other.manifest["texts"]}
+        shared = [text["id"] for text in self.manifest["texts"] if known.get(text["id"]) == text["sha256"]]
+        if not shared:
+            raise ValueError("compare: the two scans share no text. Expected the same texts in both.")
+        key = list(records.KEY)
+        pairs = self.rows.join(other.rows, on=key, suffix="_other").filter(pl.col("text").is_in(shared))
+        if pairs.is_empty():
+            raise ValueError("compare: the two scans share no length, layer and head. Likely cause: other lengths.")
+        return pairs.select(*key, *(pl.col(name) - pl.col(f"{name}_other") for name in COMPARED)).sort(*key)
+
+    def answer(self, language: Language = "en", *, against: Scan | None = None) -> Answer:
+        """What was found, in sentences; with `against`, how this scan differs from that one."""
+        return answer(self, language) if against is None else compared(self, against, language)
+
     def words(self, language: Language = "en") -> str:
         """The answer in a few sentences: what kinds of heads there are, and what could be cheaper."""
-        return summary(self, language)
+        return self.answer(language).text
 
     def report(self, path: str | Path, *, against: Scan | None = None, language: Language = "en") -> Path:
         """Write everything to one HTML file (needs `pip install 'heedful[report]'`)."""
@@ -221,7 +233,7 @@ class Scan:
 
     def _repr_html_(self) -> str:
         shown = self.table().select(
-            *("length", "layer", "head", "kind_of_head", "label", "rank90", "base_rank90", "entropy", "sink", "texts")
+            *("length", "layer", "head", "kind_of_head", "label", RANK, BASE, "entropy", "sink", "texts")
         )
         head = f"<p><b>Scan of {escape(str(self.manifest['model']))}</b><br>{escape(self.words())}</p>"
         return head + shown._repr_html_()
@@ -264,16 +276,20 @@ def _means(length: int, rows: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
 def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
     """The table of one length."""
     rows = rows.rename(BOUNDS).sort("text", "layer", "head")
+    labels = (
+        rows.sort("label")
+        .group_by("layer", "head")
+        .agg(pl.col("label").mode(maintain_order=True).first().alias("named"))
+    )
+    rows = rows.join(labels, on=["layer", "head"]).with_columns(agrees=pl.col("label") == pl.col("named"))
+    rows = rows.with_columns(pl.when("agrees").then(pl.col("label_score")))  # of the label that the head gets
     columns = [BOUNDS.get(name, name) for name in NUMBERS]
     table = _means(length, rows, [*columns, "seconds"])
     drop = [f"{name}_{side}" for name in (*BOUNDS.values(), "seconds") for side in ("low", "high")]
-    fixed = (
-        rows.sort("label")
-        .group_by("layer", "head")
-        .agg(
-            pl.col("name", "kind", "turn", "items").first(),
-            pl.col("label").mode(maintain_order=True).first(),
-        )
+    fixed = rows.group_by("layer", "head").agg(
+        pl.col("name", "kind", "turn", "items").first(),
+        pl.col("named").first().alias("label"),
+        pl.col("agrees").sum().cast(pl.Int64).alias("label_texts"),
     )
     table = table.drop(drop).join(fixed, on=["layer", "head"])
     for name in LISTS:
@@ -293,13 +309,13 @@ def _mean_lists(rows: pl.DataFrame, name: str) -> pl.DataFrame:
 
 
 def _kind_of_head() -> pl.Expr:
-    worst = pl.max_horizontal("rank95", "rank95_high")
+    worst = pl.max_horizontal(RANK, f"{RANK}_high")
     return (
         pl.when(pl.col("label").is_in(list(POSITIONAL)))
         .then(pl.lit("positional"))
         .when(pl.col("sink") > SINK)
         .then(pl.lit("sink"))
-        .when(worst < LOW * pl.col("base_rank95"))
+        .when(worst < LOW * pl.col(BASE))
         .then(pl.lit("low rank"))
         .otherwise(pl.lit("content"))
     )

@@ -28,7 +28,8 @@ from heedful import hf
 from heedful.hf import Refused
 from heedful.hf.modules import out_of_sight
 from heedful.hf.weights import loaded
-from heedful.records import Run
+from heedful.records import RANK, Run
+from heedful.scan.answer import FEWEST
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import lifted, limited
@@ -40,7 +41,6 @@ from heedful.shapes import Tensor
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
-FEWEST = 5  # texts before an interval is trusted to stop a scan
 HASHED = 1 << 23  # bytes of a weight that are hashed at a time
 SURVEYED = 256  # tokens of the run that finds the layers
 
@@ -108,10 +108,14 @@ def scan(
         second = None if other is None else _Side(other, other_tokenizer, against_name, setting)
         if second is not None:
             first.manifest["options"]["against"] = second.manifest["fingerprint"]
+        for side in (first, second):
+            if side is not None:
+                side.manifest["precision"] = precision
         folder = Path(tempfile.mkdtemp(prefix="heedful-scan-")) if out is None else Path(out)
         run = Run.begin(folder, first.manifest, resume=resume)
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
-        plan = _Plan(run, first.readings, None if second is None else second.readings, lengths, precision)
+        others = None if second is None else second.readings
+        plan = _Plan(run, first.readings, others, lengths, precision, _done(run, beside))
         tick = _Tick(progress, plan)
         probes = first.probe, None if second is None else second.probe
         worker = partial(Worker, *probes, first.chosen, how, device, first.calls, first.ends)
@@ -124,7 +128,7 @@ def scan(
                 _write(result, run, beside)
             plan.note(result)
             tick.next()
-            if plan.precise():
+            if plan.enough():
                 break
     return Scan(run)
 
@@ -249,24 +253,42 @@ def _digest(named: tuple[str, Tensor]) -> bytes:
     return digest.digest()
 
 
-def _tokens(tokenizer: Any, reading: Reading) -> list[str]:
-    """The tokens of the first text at its first length, as text: the labels of the pictures."""
-    ids = next(iter(reading.inputs.values())).get("input_ids")
-    if not isinstance(ids, Tensor):
-        return []
-    listed = ids[0].tolist()
-    return [str(x) for x in listed] if tokenizer is None else [tokenizer.decode([x]) for x in listed]
+def _tokens(tokenizer: Any, reading: Reading) -> dict[str, list[str]]:
+    """The tokens of the first text at each length, as text: the labels of the pictures. A text that was read whole has
+    its own length."""
+    found = {}
+    for length, inputs in reading.inputs.items():
+        ids = inputs.get("input_ids")
+        if isinstance(ids, Tensor):
+            listed = ids[0].tolist()
+            found[str(length or len(listed))] = (
+                [str(x) for x in listed] if tokenizer is None else [tokenizer.decode([x]) for x in listed]
+            )
+    return found
 
 
 def _write(result: Result, run: Run, other: Run | None) -> None:
-    """The rows of the scan itself come last: where they are, everything is."""
+    """The rows of the scan itself come last: where they are, everything is, unless it was lost later."""
     unit = result.unit
     if result.thumbnails:
-        run.write_thumbnails(result.thumbnails)
+        key = {"text": unit.text, "length": max(row["length"] for row in result.rows)}
+        run.write(unit.text, unit.length, [{**row, **key} for row in result.thumbnails], table="thumbnails")
     if other is not None:
         other.write(unit.text, unit.length, result.other)
         run.write(unit.text, unit.length, result.delta, table="delta")
     run.write(unit.text, unit.length, result.rows)
+
+
+def _done(run: Run, other: Run | None) -> Callable[[Unit], bool]:
+    """Whether every part of a unit is there: rows, and pictures and the other model's where it has them."""
+    rows, pictures = run.done(), run.done("thumbnails")
+    delta, others = (rows, rows) if other is None else (run.done("delta"), other.done())
+
+    def done(unit: Unit) -> bool:
+        key = unit.text, unit.length
+        return key in rows and key in delta and key in others and (key in pictures or not unit.first)
+
+    return done
 
 
 class _Tick:
@@ -294,15 +316,15 @@ class _Plan:
         others: list[Reading] | None,
         lengths: tuple[int, ...],
         precision: float | None,
+        done: Callable[[Unit], bool],
     ):
-        self.readings, self.others, self.precision = readings, others, precision
+        self.readings, self.others, self.precision, self.done = readings, others, precision, done
         self.lengths = lengths or (0,)
-        self.done = run.done()
+        self.lost: set[tuple[str, int]] = set()
         self.means: dict[tuple[str, int], float] = {}
-        if precision is not None and self.done:
-            rows = run.rows()
-            for (text, length), part in rows.group_by("text", "length"):
-                self.means[str(text), int(length) if lengths else 0] = float(part["rank90"].mean())  # type: ignore
+        if precision is not None:
+            for (text, length), part in run.rows().group_by("text", "length"):
+                self.means[str(text), int(length) if lengths else 0] = float(part[RANK].mean())  # type: ignore
 
     def units(self) -> Iterator[Unit]:
         for at, reading in enumerate(self.readings):
@@ -310,20 +332,31 @@ class _Plan:
                 inputs = reading.inputs[length]
                 other = None if self.others is None else self.others[at].inputs[length]
                 tokens = length or token_count(inputs)
-                yield Unit(reading.id, tokens, inputs, other, first=at == 0 and length == self.lengths[0])
+                yield Unit(reading.id, tokens, inputs, other, first=at == 0)
 
     def count_done(self) -> int:
-        return sum((unit.text, unit.length) in self.done for unit in self.units())
+        return sum(map(self.done, self.units()))
 
     def pending(self) -> Iterator[Unit]:
-        if self.precise():
-            return
-        yield from (unit for unit in self.units() if (unit.text, unit.length) not in self.done)
+        """What is left to measure: first texts of which some parts were lost, then new ones unless it is precise."""
+        left = [unit for unit in self.units() if not self.done(unit)]
+        known = set(self.means)
+        self.lost = {self._key(unit) for unit in left} & known
+        yield from (unit for unit in left if self._key(unit) in known)
+        if not self.precise():
+            yield from (unit for unit in left if self._key(unit) not in known)
+
+    def _key(self, unit: Unit) -> tuple[str, int]:
+        return unit.text, 0 if self.lengths == (0,) else unit.length
 
     def note(self, result: Result) -> None:
-        ranks = [row["rank90"] for row in result.rows]
-        length = 0 if self.lengths == (0,) else result.unit.length
-        self.means[result.unit.text, length] = sum(ranks) / len(ranks)
+        ranks = [row[RANK] for row in result.rows]
+        self.means[self._key(result.unit)] = sum(ranks) / len(ranks)
+        self.lost.discard(self._key(result.unit))
+
+    def enough(self) -> bool:
+        """Whether the scan may stop here."""
+        return not self.lost and self.precise()
 
     def precise(self) -> bool:
         """Whether the texts so far, without a gap, give every mean to the precision that was asked for.

@@ -42,24 +42,23 @@ def bootstrap(values: Float[Tensor, "texts ..."], *, resamples: int = RESAMPLES,
     if count < 2:
         none = torch.full_like(mean, torch.nan).reshape(shape)
         return Mean(mean.reshape(shape), none, none)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (resamples, count), generator=generator)
-    weights = torch.zeros(resamples, count, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(resamples, count, dtype=torch.float64)
-    )
+    weights = _weights(count, resamples, seed)
     low, high = (torch.empty_like(mean) for _ in range(2))
     for part in torch.arange(flat.shape[1]).split(4096):
         means = weights @ filled[:, part] / (weights @ there[:, part].double())
-        means = means.mT.contiguous()  # quantiles along the last axis take a quarter of the time
-        ends = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
-        low[part], high[part] = mean[part] + sqrt(count / (count - 1)) * (ends - mean[part])
+        low[part], high[part] = _ends(mean[part], means, count)
     few = there.sum(0) < 2
     low, high = (x.masked_fill(few, torch.nan).reshape(shape) for x in (low, high))
     return Mean(mean.reshape(shape), low, high)
 
 
-def exponent(lengths: Float[Tensor, " l"], values: Float[Tensor, "texts l *c"]) -> Mean:
-    """α of value ∝ lengthᵅ: the slope of each text's own line in log-log coordinates, then the mean over texts.
+def exponent(
+    lengths: Float[Tensor, " l"], values: Float[Tensor, "texts l *c"], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Mean:
+    """α of mean ∝ lengthᵅ: the slope of the line through the logarithms of the means over texts, least squares.
+
+    The same texts are resampled at all lengths, and the line is drawn again through their means. NaN stands for a text
+    without the number at that length.
 
     >>> x = torch.tensor([256.0, 512.0, 1024.0])
     >>> found = exponent(x, (x.sqrt() * 3).expand(4, -1)[..., None])
@@ -68,6 +67,38 @@ def exponent(lengths: Float[Tensor, " l"], values: Float[Tensor, "texts l *c"]) 
     """
     x = lengths.double().log()
     x = x - x.mean()
-    y = values.double().log()
-    slopes = torch.einsum("l,tl...->t...", x, y - y.mean(1, keepdim=True)) / x.square().sum()
-    return bootstrap(slopes)
+
+    def slope(means: Tensor) -> Tensor:
+        y = means.log()
+        return torch.einsum("l,...lc->...c", x, y - y.mean(-2, keepdim=True)) / x.square().sum()
+
+    count, shape = values.shape[0], values.shape[2:]
+    flat = values.reshape(count, len(x), -1).double()
+    there = ~flat.isnan()
+    filled = torch.where(there, flat, 0)
+    found = slope(filled.sum(0) / there.sum(0))
+    if count < 2:
+        none = torch.full_like(found, torch.nan).reshape(shape)
+        return Mean(found.reshape(shape), none, none)
+    weights = _weights(count, resamples, seed)
+    low, high = (torch.empty_like(found) for _ in range(2))
+    for part in torch.arange(flat.shape[2]).split(max(1, 4096 // len(x))):
+        sums, counts = (torch.einsum("rt,tlc->rlc", weights, y[..., part].double()) for y in (filled, there))
+        low[part], high[part] = _ends(found[part], slope(sums / counts), count)
+    few = (there.sum(0) < 2).any(0)
+    low, high = (y.masked_fill(few, torch.nan).reshape(shape) for y in (low, high))
+    return Mean(found.reshape(shape), low, high)
+
+
+def _weights(count: int, resamples: int, seed: int) -> Float[Tensor, "resamples texts"]:
+    """How often each text is drawn in each resample."""
+    drawn = torch.randint(count, (resamples, count), generator=torch.Generator().manual_seed(seed))
+    ones = torch.ones(resamples, count, dtype=torch.float64)
+    return torch.zeros_like(ones).scatter_add_(1, drawn, ones)
+
+
+def _ends(found: Float[Tensor, " c"], resampled: Float[Tensor, "resamples c"], count: int) -> Float[Tensor, "2 c"]:
+    """Where 95 % of the resampled values lie, stretched as `bootstrap` says."""
+    resampled = resampled.mT.contiguous()  # quantiles along the last axis take a quarter of the time
+    ends = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
+    return found + sqrt(count / (count - 1)) * (ends - found)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from heedful.notices import notices
-from heedful.scan.result import KINDS
+from heedful.records import RANK, title_of
+from heedful.scan.answer import BASE, KINDS, number
 
 if TYPE_CHECKING:
     from heedful.scan import Scan
@@ -41,19 +41,15 @@ def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], Non
 
 
 def print_scan(scan: Scan, width: int | None = None) -> None:
-    """The answer in words, and the layers in a table."""
+    """The answer in words, and the layers in a table; of two scans, first how they differ."""
     console = Console(highlight=False, width=width)
-    for each in filter(None, (scan, scan.against)):
-        for sentence in notices(each.manifest):
-            whose = "" if scan.against is None else f"{each.manifest['model']}: "
-            console.print(whose + sentence, style="bold", markup=False)
-    console.print(scan.words())
-    found = scan.table()
-    length = scan.lengths[-1]
-    console.print(_layers(found.filter(found["length"] == length), length))
-    if len(scan.manifest.get("lengths", [])) > 1:
-        slopes = [x for x in scan.growth()["exponent"].to_list() if x is not None]
-        console.print(f"Effective rank (.9) grows as length^{sum(slopes) / len(slopes):.2f}, the mean over heads.")
+    other = scan.against
+    if other is not None:
+        console.print(scan.answer(against=other).text + "\n")
+    for each in (scan, other):
+        if each is not None:
+            console.print(each.words() if other is None else f"{title_of(each.manifest)}: {each.words()}")
+            console.print(_layers(each.table().filter(pl.col("length") == each.lengths[-1]), each.lengths[-1]))
 
 
 def _layers(rows: pl.DataFrame, length: int) -> Table:
@@ -61,17 +57,17 @@ def _layers(rows: pl.DataFrame, length: int) -> Table:
     texts = int(rows["texts"][0])
     title = f"{length} tokens, {texts} text{'s' * (texts != 1)}; means over heads, and how many heads are"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)
-    columns = {"rank90": "rank", "base_rank90": "random", "energy10": "top10%", "entropy": "entropy", "sink": "first"}
+    columns = {RANK: "rank", BASE: "random", "energy10": "top10%", "entropy": "entropy", "sink": "first"}
     for name in ("layer", "of", *columns.values(), *KINDS):
-        table.add_column(name.replace("positional", "position"), justify="left" if name == "of" else "right")
+        table.add_column(name.replace("positional", "fixed"), justify="left" if name == "of" else "right")
     for layer in rows["layer"].unique(maintain_order=True):
         part = rows.filter(rows["layer"] == layer)
         counts = [str((part["kind_of_head"] == kind).sum() or "·") for kind in KINDS]
-        numbers = [part[name].mean() for name in columns]
-        shown = [_short(x) if isinstance(x, float) else "–" for x in numbers]
+        means = {name: part[name].mean() for name in columns}
+        shown = [_short(name, x) if isinstance(x, float) else "–" for name, x in means.items()]
         table.add_row(str(layer), part["kind"][0], *shown, *counts)
     return table
 
 
-def _short(x: float) -> str:
-    return f"{x:.0f}" if x >= 10 else f"{x:.2f}"
+def _short(name: str, x: float) -> str:
+    return number(x) if name in (RANK, BASE) else f"{x:.2f}"

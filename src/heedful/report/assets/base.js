@@ -2,13 +2,14 @@
 const SCAN = heedful.data.scans[0];
 const OTHER = heedful.data.scans[1] ?? null;
 const TEXT = heedful.data.text;
+const RANK = heedful.data.rank; // the rank of the answer; a measure of its own is chosen in the map
 const KINDS = Object.keys(TEXT.kinds);
 const MEASURES = TEXT.measures.filter((m) => SCAN.blocks.some((b) => b[m.id]?.some((x) => x !== null)));
 const LAYERS = [...new Set(SCAN.heads.map(([layer]) => layer))];
 const INDEX = new Map(SCAN.heads.map(([layer, head], i) => [layer + ":" + head, i]));
 
 const state = {
-  measure: "kind",
+  measure: OTHER ? RANK : "kind",
   at: SCAN.blocks.length - 1, // which length
   head: 0,
   kinds: new Set(),
@@ -26,6 +27,7 @@ const t = (key, values = {}) => fill(TEXT.ui[key][lang()], values);
 const kindName = (kind) => TEXT.kinds[kind]?.[lang()][0] ?? kind ?? "";
 const labelName = (label) => TEXT.labels[label]?.[lang()] ?? label ?? "";
 const measureName = (id) => (id === "kind" ? t("kind") : measureOf(id)[lang()][0]);
+const patternName = (i) => (block().label?.[i] === "content" ? t("pattern.none") : labelName(block().label?.[i]));
 const headName = (i) => t("layer.head", { layer: SCAN.heads[i][0], head: SCAN.heads[i][1] });
 const layerOf = (i) => SCAN.layers.find((l) => l.layer === SCAN.heads[i][0]) ?? {};
 
@@ -36,7 +38,7 @@ function number(x, format = "number") {
   let text;
   if (size === 0 && format !== "share") return "0";
   if (format === "share") text = size > 0 && size < 0.0095 ? (size < 0.0005 ? "0.000" : x.toFixed(3)) : x.toFixed(2);
-  else if (format === "count") text = size < 9.95 ? x.toFixed(1) : x.toFixed(0);
+  else if (format === "count") text = size >= 99.95 ? x.toFixed(0) : x.toFixed(1); // as the answer's
   else if (size >= 100) text = x.toFixed(0);
   else if (size >= 10) text = x.toFixed(1);
   else if (size >= 0.01) text = x.toFixed(2);
@@ -46,6 +48,13 @@ function number(x, format = "number") {
 const signed = (x, format) => (x > 0 ? "+" : "") + number(x, format);
 const intervalText = (low, high, format) =>
   low === null || low === undefined || high === null || high === undefined ? "" : `${number(low, format)} – ${number(high, format)}`;
+// What is certain of a rank, on average over texts: its bounds, or that it is exact.
+function certified(id, i) {
+  const [low, high] = ["_low", "_high"].map((side) => block()[`${id}_certified${side}`]?.[i]);
+  if (low === null || low === undefined || high === null || high === undefined) return "";
+  return low === high ? t("exact") : intervalText(low, high, "count");
+}
+const isExact = (id, i) => block()[id + "_certified_low"]?.[i] === block()[id + "_certified_high"]?.[i];
 const quantile = (sorted, share) => {
   if (!sorted.length) return NaN;
   const at = share * (sorted.length - 1), low = Math.floor(at);
@@ -73,12 +82,27 @@ function textWidth(text, size = 11.5) {
   return pen.measureText(text).width;
 }
 
+// A term that says what it means: under the pointer, when focused, when tapped.
+function term(name, about, attributes = {}) {
+  return explain(h("button", { type: "button", class: "term", ...attributes }, name), about);
+}
+function explain(node, about) {
+  if (!about) return node;
+  const beside = () => { const box = node.getBoundingClientRect(); tip.show({ clientX: box.left - 14, clientY: box.bottom - 12 }, about, node); };
+  node.setAttribute("aria-description", about);
+  for (const event of ["pointerenter", "focus", "click"]) node.addEventListener(event, beside);
+  for (const event of ["pointerleave", "blur"]) node.addEventListener(event, tip.hide);
+  return node;
+}
+
 // colours: cividis, which reads the same with and without colour vision; a pair of blue and orange about zero
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 const APART = {
-  light: ["#1f5a99", "#6fa3d0", "#c9dbea", "#f1efeb", "#f3d3b4", "#dd9450", "#a85306"],
-  dark: ["#8cc4f5", "#4f8ac0", "#314d66", "#2b2f34", "#61442f", "#b87a41", "#f5b06a"],
+  light: ["#1f5a99", "#5f98c9", "#a9c6dd", "#cfcabd", "#eabf92", "#dd9450", "#a85306"],
+  dark: ["#8cc4f5", "#5b97cd", "#4a7197", "#5a5a58", "#8a6340", "#bf8247", "#f5b06a"],
 };
+// No colour of a number comes near the page's own: what was not measured is hatched, and nothing else looks like it.
+const scaleStops = () => (heedful.isDark() ? CIVIDIS.slice(2) : CIVIDIS);
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 function ramp(stops, share) {
   const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
@@ -89,7 +113,7 @@ const css = (colour) => `rgb(${colour.join(",")})`;
 const inkOn = (colour) => (0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 138 ? "#16181b" : "#ffffff");
 const apart = () => APART[heedful.isDark() ? "dark" : "light"];
 const kindColour = (kind) =>
-  rgb({ positional: ["#0b6aa8", "#5aaee6"], sink: ["#d9772e", "#f0944d"], "low rank": ["#0a7f5e", "#45c49b"], content: ["#d9d6d0", "#4a4f56"] }[kind][heedful.isDark() ? 1 : 0]);
+  rgb({ positional: ["#0b6aa8", "#5aaee6"], sink: ["#d9772e", "#f0944d"], "low rank": ["#0a7f5e", "#45c49b"], content: ["#8f63ad", "#a97fc9"] }[kind][heedful.isDark() ? 1 : 0]);
 
 // scales
 function scaleOf(values, measure) {
@@ -111,15 +135,17 @@ function matches(i) {
   const place = /^l(\d+)(?:\s*h(\d+))?$/i.exec(state.query.trim());
   if (place) return SCAN.heads[i][0] === Number(place[1]) && (place[2] === undefined || SCAN.heads[i][1] === Number(place[2]));
   const words = state.query.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = [kindName(b.kind_of_head[i]), b.kind_of_head[i], b.label?.[i], labelName(b.label?.[i]), layerOf(i).name, layerOf(i).kind, headName(i)];
+  const text = [kindName(b.kind_of_head[i]), b.kind_of_head[i], b.label?.[i], patternName(i), layerOf(i).name, layerOf(i).kind, headName(i)];
   const whole = text.filter(Boolean).join(" ").toLowerCase();
   return words.every((word) => whole.includes(word));
 }
 
 // one tip for all figures
 const tip = {
-  show(event, text) {
+  owner: null, // who shows it: what is under a resting pointer hides its own alone
+  show(event, text, owner = event.currentTarget) {
     const box = $("tip");
+    tip.owner = owner;
     box.textContent = text;
     box.hidden = false;
     const { width, height } = box.getBoundingClientRect();
@@ -128,5 +154,5 @@ const tip = {
     box.style.left = Math.max(8, left) + "px";
     box.style.top = Math.max(8, top) + "px";
   },
-  hide() { $("tip").hidden = true; },
+  hide(event) { if (event.currentTarget === tip.owner) $("tip").hidden = true; },
 };

@@ -18,9 +18,8 @@ function differences(m) {
 
 function drawCompare() {
   if (!OTHER) return;
-  $("compare-section").hidden = false;
-  $("compare-title").textContent = t("compare.title", { name: OTHER.title });
-  const m = measureOf(state.measure) ?? measureOf("rank95"), found = differences(m), values = found.values;
+  $("compare-title").textContent = t("compare.title");
+  const m = measureOf(state.measure) ?? measureOf(RANK), found = differences(m), values = found.values;
   const names = { measure: measureName(m.id), a: SCAN.title, b: OTHER.title };
   $("compare-about").textContent = t(found.paired ? "compare.about" : "compare.unpaired", names);
   const some = known(values);
@@ -69,9 +68,9 @@ function drawScatter(m) {
     s("text", { x: left + 6, y: top + 10 }, "↑ " + SCAN.title), ...marks,
     chosen ? s("circle", { class: "ring", cx: X(chosen[0]), cy: Y(chosen[1]), r: 9 }) : null);
   svg.addEventListener("click", (event) => { const i = indexOf(event); if (i !== null) select(i); });
-  svg.addEventListener("pointermove", (event) => { const i = indexOf(event); if (i === null) tip.hide(); else tip.show(event, `${headName(i)}\n${SCAN.title}: ${number(block()[m.id][i], m.format)}\n${OTHER.title}: ${number(there[m.id][inOther(i)], m.format)}`); });
+  svg.addEventListener("pointermove", (event) => { const i = indexOf(event); if (i === null) tip.hide(event); else tip.show(event, `${headName(i)}\n${SCAN.title}: ${number(block()[m.id][i], m.format)}\n${OTHER.title}: ${number(there[m.id][inOther(i)], m.format)}`); });
   svg.addEventListener("pointerleave", tip.hide);
-  figure(holder, `scatter-${m.id}`, t("compare.scatter"), `${measureName(m.id)} · ${OTHER.title} · ${SCAN.title}`, svg);
+  figure(holder, `scatter-${m.id}`, t("compare.scatter"), `${measureName(m.id)} · ${OTHER.title} · ${SCAN.title}`, svg, h("figcaption", { class: "caption" }, t("compare.scatter.about", { a: SCAN.title, b: OTHER.title })));
 }
 
 function drawKinds() {

@@ -1,21 +1,23 @@
-// How a measure grows with the number of tokens: all heads, their median, the chosen head, and a random head.
+// How a measure grows with the number of tokens: all heads, their mean, the chosen head, and a random head.
 function drawGrowth() {
   if (SCAN.lengths.length < 2) return;
   $("growth-section").hidden = false;
-  const m = measureOf(state.measure) ?? measureOf("rank95"), holder = $("figure-growth"), i = state.head;
+  const m = measureOf(state.measure) ?? measureOf(RANK), holder = $("figure-growth"), i = state.head;
   $("growth-about").textContent = t("growth.about", { measure: measureName(m.id) });
   const N = SCAN.lengths, at = (values, k) => SCAN.blocks[k][values];
-  const series = (k) => N.map((n, l) => [n, at(m.id, l)?.[k]]).filter(([, v]) => v !== null && v !== undefined && v > 0);
+  const positive = (points) => points.filter(([, v]) => v !== null && v !== undefined && v > 0);
+  const series = (k) => positive(N.map((n, l) => [n, at(m.id, l)?.[k]]));
   const spread = N.map((n, l) => [n, known(at(m.id, l) ?? []).filter((v) => v > 0).sort((a, b) => a - b)]).filter(([, v]) => v.length);
-  if (spread.length < 2) { holder.replaceChildren(h("p", { class: "caption" }, "–")); return; }
-  const middle = spread.map(([n, v]) => [n, quantile(v, 0.5)]), low = spread.map(([n, v]) => [n, quantile(v, 0.25)]), high = spread.map(([n, v]) => [n, quantile(v, 0.75)]);
-  const base = m.base ? N.map((n, l) => [n, quantile(known(at(m.base, l) ?? []).sort((a, b) => a - b), 0.5)]).filter(([, v]) => v > 0) : [];
+  if (spread.length < 2) { holder.replaceChildren(h("p", { class: "caption" }, "–")); $("growth-table").replaceChildren(); return; }
+  const overHeads = (id) => positive(N.map((n, l) => [n, SCAN.means[id]?.[l]]));
+  const middle = overHeads(m.id), low = spread.map(([n, v]) => [n, quantile(v, 0.25)]), high = spread.map(([n, v]) => [n, quantile(v, 0.75)]);
+  const base = m.base ? overHeads(m.base) : [];
   const chosen = series(i);
 
   const width = Math.min(Math.max(holder.clientWidth, 260), 820), left = 44, right = 10, bottom = 36;
-  const law = (points) => (points.length > 1 ? " " + t("growth.law", { slope: raised(slope(points)) }) : "");
-  const entries = [{ cls: "line-this", text: headName(i) + law(chosen) }, { cls: "line-median", text: t("growth.median") + law(middle) }];
-  if (base.length) entries.push({ cls: "line-random", text: t("random") + law(base) });
+  const law = (power) => (Number.isFinite(power) ? " " + t("growth.law", { slope: number(power) }) : "");
+  const entries = [{ cls: "line-this", text: headName(i) + law(chosen.length > 1 ? slope(chosen) : NaN) }, { cls: "line-median", text: t("growth.mean") + law(exponentOf(m.id)) }];
+  if (base.length) entries.push({ cls: "line-random", text: t("random") + law(exponentOf(m.base)) });
   const key = lineKey(entries, left, width), top = key.height + 8, height = Math.round(Math.min(400, Math.max(260, width * 0.5))) + key.height;
   const values = [...spread.flatMap(([, v]) => [v[0], v.at(-1)]), ...base.map(([, v]) => v)];
   const y = [Math.min(...values) / 1.15, Math.max(...values) * 1.15], edge = (N.at(-1) / N[0]) ** 0.04;
@@ -43,21 +45,26 @@ function drawGrowth() {
   growthTable(m);
 }
 
-// Medians by kind: which heads are the ones that grow.
+// The answer's own exponent: of the mean over heads.
+const exponentOf = (id) => SCAN.exponents[id] ?? NaN;
+
+// Means by kind: which heads are the ones that grow.
 function growthTable(m) {
   const kinds = block().kind_of_head, all = SCAN.heads.map((_, k) => k);
-  const line = (name, heads) => {
-    const points = SCAN.lengths.map((n, l) => [n, quantile(known(heads.map((k) => SCAN.blocks[l][m.id]?.[k])).sort((a, b) => a - b), 0.5)]);
-    const usable = points.filter(([, v]) => v > 0);
-    return h("tr", {}, h("th", { scope: "row" }, name), ...points.map(([, v]) => h("td", {}, number(v, m.format))), h("td", {}, usable.length > 1 ? number(slope(usable)) : "–"));
+  const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
+  const line = (name, values, power) => h("tr", {}, h("th", { scope: "row" }, name), ...values.map((v) => h("td", {}, number(v, m.format))), h("td", {}, number(power)));
+  const ofKind = (kind) => {
+    const heads = all.filter((k) => kinds[k] === kind);
+    const values = SCAN.lengths.map((_, l) => mean(known(heads.map((k) => SCAN.blocks[l][m.id]?.[k]))));
+    const usable = SCAN.lengths.map((n, l) => [n, values[l]]).filter(([, v]) => v > 0);
+    return line(badge(kind), values, usable.length > 1 ? slope(usable) : NaN);
   };
-  const rows = KINDS.map((kind) => [kind, all.filter((k) => kinds[k] === kind)]).filter(([, heads]) => heads.length).map(([kind, heads]) => line(badge(kind), heads));
+  const rows = KINDS.filter((kind) => kinds.includes(kind)).map(ofKind);
   $("growth-table").replaceChildren(
-    h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, h("th", {}, t("growth.x")), ...SCAN.lengths.map((n) => h("th", { scope: "col" }, String(n))), h("th", { scope: "col" }, t("growth.exponent")))), h("tbody", {}, ...rows, line(t("growth.all"), all))),
-    h("p", { class: "caption" }, t("growth.medians", { n: SCAN.lengths[state.at] })));
+    h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, h("th", {}, t("growth.x")), ...SCAN.lengths.map((n) => h("th", { scope: "col" }, String(n))), h("th", { scope: "col" }, term(t("growth.exponent"), t("growth.exponent.about"))))),
+      h("tbody", {}, ...rows, line(t("growth.all"), SCAN.means[m.id] ?? [], exponentOf(m.id)))),
+    h("p", { class: "caption" }, t("growth.means", { n: SCAN.lengths[state.at] })));
 }
-
-const raised = (x) => [...number(x)].map((c) => (c === "." ? "·" : c === "−" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c])).join("");
 
 // Least squares of log against log.
 function slope(points) {

@@ -8,6 +8,10 @@ function grid(holder, { name, heading, title, label, fill, mark, words, tip: tel
   const width = Math.min(96, (wide - left - 2) / columns);
   const height = Math.max(14, Math.min(width, 34, 620 / LAYERS.length));
   const key = legend(Math.min(wide, left + columns * width), left);
+  if (SCAN.heads.some((_, i) => !fill(i))) {
+    key.nodes.push(hatch(left, key.height, 15, 13), s("text", { x: left + 21, y: key.height + 11 }, t("not.measured")));
+    key.height += 20;
+  }
   const top = key.height + 34;
   const size = { width: Math.ceil(Math.max(left + columns * width + 2, Math.min(wide, key.width ?? 0))), height: Math.ceil(top + LAYERS.length * height + 2) };
   const gap = width > 14 ? 1 : 0.5;
@@ -20,7 +24,7 @@ function grid(holder, { name, heading, title, label, fill, mark, words, tip: tel
     const cell = s("g", {
       class: matches(i) ? "cell" : "cell dim", role: "gridcell", tabindex: i === state.head ? 0 : -1, "data-i": i,
       "aria-label": `${headName(i)}: ${words(i)}`, "aria-selected": String(i === state.head), "aria-colindex": head + 1,
-    }, s("rect", { x: x + gap / 2, y: y + gap / 2, width: width - gap, height: height - gap, rx: width > 14 ? 1.5 : 0, fill: colour ? css(colour) : "none", stroke: colour ? "none" : "currentColor", "stroke-opacity": 0.25 }));
+    }, s("rect", { x: x + gap / 2, y: y + gap / 2, width: width - gap, height: height - gap, rx: width > 14 ? 1.5 : 0, fill: colour ? css(colour) : "none" }), colour ? null : hatch(x + gap / 2, y + gap / 2, width - gap, height - gap));
     if (colour) cell.append(...mark(i, { x, y, width, height, ink: inside }));
     rows[row.get(layer)].append(cell);
     return cell;
@@ -48,7 +52,7 @@ function grid(holder, { name, heading, title, label, fill, mark, words, tip: tel
   svg.addEventListener("click", (event) => { const i = indexOf(event); if (i !== null) select(i, self); });
   svg.addEventListener("focusin", (event) => { const i = indexOf(event); if (i !== null && i !== state.head) select(i, self); });
   svg.addEventListener("keydown", (event) => { const i = step(event); if (i !== null) { event.preventDefault(); select(i, self); } });
-  svg.addEventListener("pointermove", (event) => { const i = indexOf(event); if (i === null || event.pointerType === "touch") tip.hide(); else tip.show(event, `${headName(i)}\n${tell(i)}`); });
+  svg.addEventListener("pointermove", (event) => { const i = indexOf(event); if (i === null || event.pointerType === "touch") tip.hide(event); else tip.show(event, `${headName(i)}\n${tell(i)}`); });
   svg.addEventListener("pointerleave", tip.hide);
 
   const had = holder.contains(document.activeElement) && document.activeElement.closest("[role=grid]");
@@ -57,6 +61,16 @@ function grid(holder, { name, heading, title, label, fill, mark, words, tip: tel
   if (before >= 0) grids.splice(before, 1);
   grids.push(Object.assign(self, { holder }));
   self.select(state.head, had);
+}
+
+// A cell without a number: its outline, and lines across it.
+function hatch(x, y, width, height) {
+  const lines = [];
+  for (let at = 5; at < width + height; at += 5) {
+    const [x0, y0, x1, y1] = [Math.max(0, at - height), Math.min(at, height), Math.min(at, width), Math.max(0, at - width)];
+    lines.push(`M${x + x0} ${y + y0}L${x + x1} ${y + y1}`);
+  }
+  return s("path", { class: "hatch", d: `M${x} ${y}h${width}v${height}h${-width}Z${lines.join("")}` });
 }
 
 function indexOf(event) {
@@ -118,7 +132,7 @@ function drawMap() {
   if (state.measure === "kind") {
     const counts = {};
     b.kind_of_head.forEach((kind) => { counts[kind] = (counts[kind] ?? 0) + 1; });
-    const words = (i) => (b.kind_of_head[i] ? `${kindName(b.kind_of_head[i])}, ${t("attends", { label: labelName(b.label?.[i]) })}` : "–");
+    const words = (i) => (b.kind_of_head[i] ? `${kindName(b.kind_of_head[i])} · ${patternName(i)}` : "–");
     grid(holder, {
       name: "kinds", heading: `${t("kind")} · ${tokens}`, title, label: `${t("kind")}. ${t("map.label")}`, words, tip: words, legend: kindLegend(counts),
       fill: (i) => (b.kind_of_head[i] ? kindColour(b.kind_of_head[i]) : null),
@@ -130,15 +144,16 @@ function drawMap() {
     return;
   }
   const m = measureOf(state.measure), values = b[m.id] ?? [], scale = scaleOf(values, m);
-  const colour = (x) => ramp(CIVIDIS, scale.share(x));
+  const stops = scaleStops(), colour = (x) => ramp(stops, scale.share(x));
   const words = (i) => {
     const range = intervalText(b[m.id + "_low"]?.[i], b[m.id + "_high"]?.[i], m.format);
     const base = m.base && b[m.base] ? ` · ${t("random.short")} ${number(b[m.base][i], m.format)}` : "";
-    return `${measureName(m.id)} ${number(values[i], m.format)}${range ? ` (${range})` : ""}${base}`;
+    const sure = certified(m.id, i) ? ` · ${t("certified.short", { range: certified(m.id, i) })}` : "";
+    return `${measureName(m.id)} ${number(values[i], m.format)}${range ? ` (${range})` : ""}${sure}${base}`;
   };
   grid(holder, {
     name: m.id, heading: `${measureName(m.id)} · ${tokens}`, title, label: `${measureName(m.id)}. ${t("map.label")}`, words, tip: words,
-    legend: rampLegend(CIVIDIS, [0, 0.5, 1].map((at) => ({ at, text: number(scale.at(at), m.format) }))),
+    legend: rampLegend(stops, [0, 0.5, 1].map((at) => ({ at, text: number(scale.at(at), m.format) }))),
     fill: (i) => (values[i] === null || values[i] === undefined ? null : colour(values[i])),
     mark: (i, { x, y, width, height, ink }) => (width >= 40 && height >= 20 ? [s("text", { x: x + width / 2, y: y + height / 2 + 4, "text-anchor": "middle", class: ink === "#ffffff" ? "on-dark" : "on-light", "pointer-events": "none" }, number(values[i], m.format))] : []),
   });

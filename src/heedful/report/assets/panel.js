@@ -1,6 +1,6 @@
 // One head: what it is, its spectrum, its weights, its numbers.
-const SHOWN = ["rank95", "rank90", "energy10", "stable_rank", "entropic_rank", "decay", "entropy", "entropy_share", "concentration", "largest", "sink",
-  "offset_-1", "offset_0", "offset_1", "distance", "position_share", "label_score", "logit_std"];
+const SHOWN = [RANK, ...["rank90", "rank95"].filter((id) => id !== RANK), "energy10", "stable_rank", "entropic_rank", "decay", "entropy", "entropy_share", "concentration", "largest", "sink",
+  "offset_-1", "offset_0", "offset_1", "distance", "label_score", "position_share", "logit_std"];
 const CODE = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 const LEVEL = new Map([...CODE].map((character, i) => [character, i]));
 
@@ -21,19 +21,28 @@ function drawPanel() {
   const head = h("div", { class: "panel-head" },
     h("div", { class: "panel-title" },
       h("h3", { id: "panel-title", "aria-live": "polite" }, headName(i)),
+      h("a", { class: "anchor", id: "head-link", href: anchorOf(i), title: t("head.link"), "aria-label": t("head.link") }, anchorOf(i)),
       h("div", { class: "steps" },
         h("button", { type: "button", class: "tool", id: "previous-head", "aria-label": t("previous"), title: t("previous"), onclick: move(-1) }, "‹"),
         h("button", { type: "button", class: "tool", id: "next-head", "aria-label": t("next"), title: t("next"), onclick: move(1) }, "›"))),
-    kind ? h("p", {}, badge(kind), h("span", {}, t("attends", { label: labelName(b.label?.[i]) })), h("span", { class: "quiet" }, [sort, layer.name].filter(Boolean).join(" · "))) : null);
+    kind ? h("p", {}, term(badge(kind), TEXT.kinds[kind][lang()][1]), term(patternText(i), t("pattern.about")), h("span", { class: "quiet" }, [sort, layer.name].filter(Boolean).join(" · "))) : null);
   const spectrum = h("figure", { class: "figure", id: "figure-spectrum" });
   const weights = h("figure", { class: "figure", id: "figure-weights" });
   const focused = document.activeElement?.id;
   const below = h("div", { class: "panel-numbers" }, numbers(i)), under = $("explore").classList.contains("side") && innerWidth >= 992;
   $("panel").replaceChildren(head, h("div", { class: "panel-spectrum" }, spectrum), h("div", { class: "panel-weights" }, weights), ...(under ? [] : [below]));
   $("under-map").replaceChildren(...(under ? [below] : [])); // a tall map leaves room for the numbers below it
-  if (["previous-head", "next-head"].includes(focused)) $(focused).focus();
+  if (["previous-head", "next-head", "head-link"].includes(focused)) $(focused).focus();
   drawSpectrum(spectrum, i);
   drawWeights(weights, i);
+}
+
+// The pattern that comes nearest, with how much of the head it explains: a name never stands without its number.
+function patternText(i) {
+  const b = block(), score = b.label_score?.[i], label = b.label?.[i], [agree, all] = [b.label_texts?.[i], b.texts?.[i]];
+  if (label === "content") return t("pattern.free", { score: number(score, "share") });
+  const some = agree < all ? t("pattern.texts", { agree, all }) : "";
+  return t("pattern.named", { label: labelName(label), score: number(score, "share"), texts: some });
 }
 
 // Room, ticks and lines of a plot with two logarithmic axes.
@@ -73,7 +82,7 @@ function drawSpectrum(holder, i) {
   const most = Math.max(...all.map(([, v]) => v)), least = Math.max(Math.min(...all.map(([, v]) => v)), most * 1e-6);
   const axes = logAxes({ width, height, left, right, bottom, top, x: [1, Math.max(...all.map(([a]) => a))], y: [least / 1.15, most * 1.15] });
   const within = (points) => points.filter(([, v]) => v >= least);
-  const rank = b.rank95?.[i], last = Math.max(...all.map(([a]) => a));
+  const rank = b[RANK]?.[i], last = Math.max(...all.map(([a]) => a));
   const nodes = [
     ...axes.ticks([least / 1.15, most * 1.15]).flatMap((v) => [s("path", { class: "axis", d: `M${left} ${axes.Y(v)}H${width - right}` }), s("text", { x: left - 7, y: axes.Y(v) + 4, "text-anchor": "end" }, plain(v))]),
     ...axes.ticks([1, Math.max(...all.map(([a]) => a))]).flatMap((v) => [s("path", { class: "axis", d: `M${axes.X(v)} ${height - bottom}v4` }), s("text", { x: axes.X(v), y: height - bottom + 16, "text-anchor": "middle" }, String(v))]),
@@ -90,15 +99,22 @@ function drawSpectrum(holder, i) {
   nodes.push(s("path", { class: "line-this", d: axes.line(within(mine)) }), ...key.nodes);
   const svg = s("svg", { role: "img", "aria-label": `${headName(i)}. ${t("spectrum.label")}`, viewBox: `0 0 ${width} ${height}`, width, height }, ...nodes);
   figure(holder, `spectrum-L${SCAN.heads[i][0]}-H${SCAN.heads[i][1]}`, t("spectrum"), `${SCAN.title} · ${headName(i)} · ${t("spectrum")} · ${t("tokens", { n: SCAN.lengths[state.at] })}`, svg,
-    h("figcaption", { class: "caption" }, [t("spectrum.first", { n: b.sigma_count[i] }), rank > last ? t("spectrum.beyond", { rank: number(rank, "count") }) : ""].join(" ")));
+    h("figcaption", { class: "caption" }, [t("spectrum.first", { n: b.sigma_count[i] }), random.length ? t("random.about") : "", rank > last ? t("spectrum.beyond", { rank: number(rank, "count") }) : ""].filter(Boolean).join(lang() === "zh" ? "" : " ")));
+}
+
+// The picture of a head at the length that is chosen.
+function pictureOf(i) {
+  const { shapes, heads } = SCAN.pictures[state.at];
+  return heads[i] && { ...shapes[heads[i][0]], scale: heads[i][1], cells: heads[i][2] };
 }
 
 function drawWeights(holder, i) {
-  const p = SCAN.pictures[i];
+  const p = pictureOf(i), length = SCAN.tokens[state.at]?.length || SCAN.lengths[state.at];
   if (!p) { holder.replaceChildren(h("h4", {}, t("weights")), h("p", { class: "caption" }, t("weights.none"))); return; }
   const left = 20, top = 20, side = Math.min(Math.max(holder.clientWidth, 200) - left - 2, 320), tall = Math.round((side * p.rows) / p.columns);
   const canvas = h("canvas", { width: p.columns, height: p.rows }), paint = canvas.getContext("2d"), image = paint.createImageData(p.columns, p.rows);
-  for (let c = 0; c < p.cells.length; c++) image.data.set([...ramp(CIVIDIS, LEVEL.get(p.cells[c]) / 63), 255], 4 * c);
+  const stops = scaleStops();
+  for (let c = 0; c < p.cells.length; c++) image.data.set([...ramp(stops, LEVEL.get(p.cells[c]) / 63), 255], 4 * c);
   paint.putImageData(image, 0, 0);
   const cross = s("path", { class: "cross" });
   const svg = s("svg", { role: "img", tabindex: 0, "aria-label": `${headName(i)}. ${t("weights.label")}`, viewBox: `0 0 ${left + side + 2} ${top + tall + 2}`, width: left + side + 2, height: top + tall + 2 },
@@ -131,21 +147,22 @@ function drawWeights(holder, i) {
   });
   const how = p.pooling === "none" ? "weights.exact" : p.pooling === "max" ? "weights.max" : "weights.mean";
   const caption = t(how, { rows: p.rows, columns: p.columns, per: number(p.per, "count"), scale: number(p.scale, "share") });
-  figure(holder, `weights-L${SCAN.heads[i][0]}-H${SCAN.heads[i][1]}`, t("weights"), `${SCAN.title} · ${headName(i)} · ${t("weights")}`, svg,
-    h("figcaption", { class: "caption" }, `${t("weights.text", { length: SCAN.tokens.length || SCAN.lengths[0] })} ${caption}`), readout);
+  figure(holder, `weights-L${SCAN.heads[i][0]}-H${SCAN.heads[i][1]}`, t("weights"), `${SCAN.title} · ${headName(i)} · ${t("weights")} · ${t("tokens", { n: length })}`, svg,
+    h("figcaption", { class: "caption" }, `${t("weights.text", { length })}${lang() === "zh" ? "" : " "}${caption}`), readout);
 }
 
 // The tokens under a cell: their places, and their text where the picture's tokens are these.
 function tokensOf(cell, p, i) {
-  const first = Math.ceil(cell * p.per - 1e-6), last = Math.max(first, Math.ceil((cell + 1) * p.per - 1e-6) - 1);
+  const first = Math.ceil(cell * p.per - 1e-4), last = Math.max(first, Math.ceil((cell + 1) * p.per - 1e-4) - 1);
   const places = h("span", { class: "quiet" }, first === last ? String(first) : `${first}–${last}`);
-  if (layerOf(i).kind === "cross" || !SCAN.tokens.length) return [places];
-  return [places, " ", h("span", { class: "tokens" }, prose(SCAN.tokens.slice(first, last + 1)))];
+  const tokens = SCAN.tokens[state.at] ?? [];
+  if (layerOf(i).kind === "cross" || !tokens.length) return [places];
+  return [places, " ", h("span", { class: "tokens" }, prose(tokens, first, last + 1))];
 }
 
 // Pieces of words put together again, whichever way the tokenizer marks a word's start.
-function prose(tokens) {
-  const marked = SCAN.tokens.some((token) => /^[Ġ▁]/.test(token));
+function prose(all, first, end) {
+  const marked = all.some((token) => /^[Ġ▁]/.test(token)), tokens = all.slice(first, end);
   const text = marked ? tokens.map((token) => token.replace(/[Ġ▁]/g, " ").replaceAll("Ċ", "⏎")).join("") : tokens.join(" ").replaceAll(" ##", "");
   return text.length > 90 ? text.slice(0, 88) + "…" : text;
 }
@@ -155,15 +172,17 @@ function numbers(i) {
   const shown = SHOWN.map(measureOf).filter(Boolean);
   const hasIntervals = (b.texts?.[i] ?? 1) > 1;
   const heads = [h("th", { scope: "col" }), h("th", { scope: "col" }, t("value"))];
-  if (hasIntervals) heads.push(h("th", { scope: "col" }, t("interval")));
-  heads.push(h("th", { scope: "col" }, t("random")));
-  if (pairs) heads.push(h("th", { scope: "col" }, t("difference")));
-  const rows = shown.map((m) => {
-    const cells = [h("th", { scope: "row", title: m[lang()][1] }, measureName(m.id)), h("td", {}, number(b[m.id]?.[i], m.format))];
+  if (hasIntervals) heads.push(h("th", { scope: "col" }, term(t("interval"), t("interval.about"))));
+  heads.push(h("th", { scope: "col" }, term(t("random"), t("random.about"))));
+  if (pairs) heads.push(h("th", { scope: "col" }, term(t("difference"), t("difference.about", { a: SCAN.title, b: OTHER.title }))));
+  const rows = shown.flatMap((m) => {
+    const cells = [h("th", { scope: "row" }, term(measureName(m.id), m[lang()][1])), h("td", {}, number(b[m.id]?.[i], m.format))];
     if (hasIntervals) cells.push(h("td", { class: "quiet" }, intervalText(b[m.id + "_low"]?.[i], b[m.id + "_high"]?.[i], m.format)));
     cells.push(h("td", { class: "quiet" }, m.base ? number(b[m.base]?.[i], m.format) : ""));
     if (pairs) cells.push(h("td", {}, pairs[m.id]?.[i] === undefined || pairs[m.id][i] === null ? "" : signed(pairs[m.id][i], m.format)));
-    return h("tr", { class: m.id === state.measure ? "chosen" : null }, ...cells);
+    const row = h("tr", { class: m.id === state.measure ? "chosen" : null }, ...cells), sure = certified(m.id, i);
+    if (!sure) return [row];
+    return [row, h("tr", { class: "sub", "data-of": m.id }, h("th", { scope: "row" }, term(t("certified"), t("certified.about"))), h("td", {}, sure), h("td", { colspan: heads.length - 2 }))];
   });
   const note = hasIntervals ? t("interval.note", { n: b.texts[i] }) : t("interval.one");
   return h("div", {}, h("table", { class: "numbers" }, h("caption", {}, t("numbers")), h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows)), h("p", { class: "caption" }, note));

@@ -1,10 +1,19 @@
 // Putting it together: controls, selection, and what is drawn again when something changes.
+const anchorOf = (i) => `#L${SCAN.heads[i][0]}H${SCAN.heads[i][1]}`;
+
+// The head that the address names, as #L2H3; null where it names none of these.
+function addressed() {
+  const found = /^#L(\d+)H(\d+)$/i.exec(location.hash);
+  return found ? (INDEX.get(`${Number(found[1])}:${Number(found[2])}`) ?? null) : null;
+}
+
 function select(i, from = null) {
   state.head = i;
+  history.replaceState(null, "", anchorOf(i));
   grids.forEach((each) => each.select(i, each === from));
   drawPanel();
   drawGrowth();
-  if (OTHER) { const m = measureOf(state.measure) ?? measureOf("rank95"); if (known(differences(m).values).length) drawScatter(m); }
+  if (OTHER) { const m = measureOf(state.measure) ?? measureOf(RANK); if (known(differences(m).values).length) drawScatter(m); }
   markRow();
 }
 
@@ -26,7 +35,19 @@ function drawControls() {
   const focused = document.activeElement?.closest?.(".chip")?.dataset.kind;
   $("chips").replaceChildren(...KINDS.map((kind) => h("button", { type: "button", class: "chip", "data-kind": kind, "aria-pressed": String(state.kinds.has(kind)), onclick: () => toggle(kind) }, glyph(kind), kindName(kind))));
   if (focused) [...$("chips").children].find((chip) => chip.dataset.kind === focused)?.focus();
-  document.querySelectorAll(".card").forEach((card) => card.setAttribute("aria-pressed", String(state.kinds.has(card.dataset.kind))));
+  drawCards();
+}
+
+// The counts on the cards are those of the map: of the length that is chosen.
+function drawCards() {
+  const kinds = block().kind_of_head, all = known(kinds.map((kind) => KINDS.indexOf(kind))).length || 1;
+  $("cards-head").textContent = t(OTHER ? "cards.head.two" : "cards.head", { n: SCAN.lengths[state.at], a: SCAN.title, b: OTHER?.title });
+  document.querySelectorAll(".card").forEach((card) => {
+    const kind = card.dataset.kind, of = (values) => (values ?? []).filter((each) => each === kind).length, count = of(kinds);
+    const beside = OTHER && otherBlock() ? t("cards.other", { name: OTHER.title, n: of(otherBlock().kind_of_head) }) : `${((100 * count) / all).toFixed(0)}\u202f%`;
+    card.querySelector(".card-count").replaceChildren(`${count} `, h("span", { class: "card-share" }, beside));
+    card.setAttribute("aria-pressed", String(state.kinds.has(kind)));
+  });
 }
 
 function toggle(kind) {
@@ -55,7 +76,7 @@ function drawFacts() {
     add("how.model", scan.manifest.model, scan.manifest.model_type);
     add("how.layers", t("how.layers.value", { layers, heads: scan.heads.length }), ...kinds.map((kind) => t("attention." + kind)), shared ? t("how.kv", { kv: shared.kv_heads, heads: shared.heads }) : "");
     const titles = scan.texts.map((text) => text.title || text.id).filter(Boolean).map((title) => `“${title}”`);
-    add("how.texts", String(scan.texts.length), titles.slice(0, 4).join(", ") + (titles.length > 4 ? ", " + t("and.more", { n: titles.length - 4 }) : ""));
+    add("how.texts", scan.texts.length < scan.planned ? t("how.texts.some", { n: scan.texts.length, all: scan.planned }) : String(scan.texts.length), titles.slice(0, 4).join(", ") + (titles.length > 4 ? ", " + t("and.more", { n: titles.length - 4 }) : ""));
     add("how.lengths", scan.lengths.map((n) => t("tokens", { n })).join(", "));
     add("how.device", scan.manifest.device);
     add("how.versions", Object.entries(scan.manifest.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", "));
@@ -64,7 +85,7 @@ function drawFacts() {
   }
   $("facts").replaceChildren(...rows);
   $("glossary-kinds").replaceChildren(...KINDS.flatMap((kind) => [h("dt", {}, badge(kind)), h("dd", {}, TEXT.kinds[kind][lang()][1])]));
-  $("glossary-measures").replaceChildren(...MEASURES.filter((m) => m.group !== "base").flatMap((m) => [h("dt", {}, measureName(m.id)), h("dd", {}, m[lang()][1])]));
+  $("glossary-measures").replaceChildren(...MEASURES.filter((m) => m.group !== "base").flatMap((m) => [h("dt", {}, measureName(m.id)), h("dd", {}, m[lang()][1])]), h("dt", {}, t("certified")), h("dd", {}, t("certified.about")), h("dt", {}, t("random")), h("dd", {}, t("random.about")));
 }
 
 // A model with many layers has its map beside the panel; one with few, above it.
@@ -85,4 +106,8 @@ addEventListener("resize", () => {
   waiting = setTimeout(draw, 120);
 });
 heedful.onChange(draw);
+addEventListener("hashchange", () => { const i = addressed(); if (i !== null && i !== state.head) { select(i); $("panel").scrollIntoView(); } });
+const linked = addressed();
+if (linked !== null) state.head = linked;
 draw();
+if (linked !== null) $("panel").scrollIntoView();
