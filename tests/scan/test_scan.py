@@ -73,10 +73,10 @@ def test_numbers_do_not_depend_on_the_other_texts(model, tmp_path):
 
 
 def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
-    made = scan(model, None, tiny.ids(3, 24), out=tmp_path / "run", name="<tiny>")
+    made = scan(model, None, tiny.ids(3, 48), out=tmp_path / "run", name="<tiny>")
     found = Scan.open(tmp_path / "run")
     assert timeless(found).equals(timeless(made))
-    assert re.match(r"At 24 tokens, \d of its 8 attention heads ", found.words())
+    assert re.match(r"At 48 tokens, \d of its 8 attention heads ", found.words())
     assert "Measured on 3 texts of 24 tokens" in found.words()
     assert found.words("zh").startswith("在 24 个词元处，8 个注意力头中有 ")
     with pytest.raises(ValueError, match="expected one of en, zh"):
