@@ -556,6 +556,8 @@ def attempt(name: str) -> dict[str, Any]:
         found = _attempted(name, gain)
         if found.get("spread", 0) <= FLAT:
             break
+    if found["verdict"] == "exact" and found["spread"] < LEAST:
+        return {"verdict": "not built", "why": f"no inputs of ours run it: logits spread by {found['spread']} alone"}
     return found
 
 
