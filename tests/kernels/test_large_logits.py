@@ -26,6 +26,7 @@ from heedful.kernels.random_features import triton as made  # noqa: E402
 
 SIZES = [(n, d) for n in (5, 64, 65) for d in (16, 32, 64, 128)] if ON_GPU else [(5, 4)]
 FEATURES = 256 if ON_GPU else 20
+SPREAD = 16 if ON_GPU else 60  # of few features, so that some rows need those far below the largest key
 NAMES = ["favor+", "favor++", "favor#"] if ON_GPU else ["favor+"]
 
 
@@ -119,7 +120,9 @@ def test_features_made_in_the_kernel_at_large_logits(n, d, causal, dtype):
     feature_map = h.FavorPlus(d, FEATURES).to(DEVICE)
     logs = feature_map.linear_logs()
     options = dict(query_weight=logs.query_weight, key_weight=logs.key_weight, bias=logs.bias, curvature=logs.curvature)
-    leaves = [draw(1, H, n, d, seed=i, spread=s, dtype=dtype) for i, (H, s) in enumerate(((2, 16), (1, 16), (1, 1)))]
+    leaves = [
+        draw(1, H, n, d, seed=i, spread=s, dtype=dtype) for i, (H, s) in enumerate(((2, SPREAD), (1, SPREAD), (1, 1)))
+    ]
 
     def naive(q, k, v):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -129,7 +132,7 @@ def test_features_made_in_the_kernel_at_large_logits(n, d, causal, dtype):
     def fused(q, k, v):
         return made.random_features(q, k, v, **options, causal=causal)
 
-    out = compare(fused, naive, naive, leaves, largest=2e3)
+    out = compare(fused, naive, naive, leaves, largest=1e4)
     assert (out.abs().amax(-1) > 0).all()
 
 

@@ -96,9 +96,9 @@ def inputs_are_left_alone(case: Case) -> None:
 def large_logits_are_right(case: Case) -> None:
     """With scores up to ±10⁴ an output errs at most twice as much as matrix(q, k) @ v does in that precision.
 
-    So do steps, the outputs of packed segments and, in float32, the gradients. The truth is the definition in float64 on
-    the same rounded inputs. The floor is what a rounding of the result and of one score in float32 explain: a score s
-    is known to ε·s, and so is the logarithm of a weight. Where the definition overflows in a precision, nothing is
+    So do steps, the outputs of packed segments and, in float32, the gradients. The truth is the definition in float64
+    on the same rounded inputs. The floor is what a rounding of the result and of one score in float32 explain: a score
+    s is known to ε·s, and so is the logarithm of a weight. Where the definition overflows in a precision, nothing is
     asked there. In float64 the tolerance is the oracle's.
     """
     n, cause = 40, "weights that vanish or overflow before their row is divided, or scores that are clipped"
