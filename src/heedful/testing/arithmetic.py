@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -117,24 +118,24 @@ def large_logits_are_right(case: Case) -> None:
             wide = [x.double() for x in inputs]
             terms = [x.abs().max().item() for x in wide]
             naive, truth = dense(mechanism, *inputs), dense(exact, *wide)
-            given = scores, largest, cause
-            _assert_survives(f"output in {dtype}", mechanism(*inputs), naive, truth, terms[2], *given)
+            survives = partial(_assert_survives, scores=scores, largest=largest, cause=cause)
+            survives(f"output in {dtype}", mechanism(*inputs), naive, truth, terms[2])
             if isinstance(mechanism, RecurrentMechanism) and case.pattern.is_causal and dtype != torch.float16:
                 steps = _steps(mechanism, *inputs)
-                _assert_survives(f"output of {n} steps in {dtype}", steps, naive, truth, terms[2], *given)
+                survives(f"output of {n} steps in {dtype}", steps, naive, truth, terms[2])
             if dtype != torch.float32:
                 continue
             naive, truth = dense(mechanism, *inputs, ids), dense(exact, *wide, ids)
             packed = mechanism(*inputs, segments=ids)
-            _assert_survives("output of packed segments", packed, naive, truth, terms[2], *given)
-            got = with_gradients(mechanism, inputs, weight)
-            naive = with_gradients(lambda *x, a=mechanism: dense(a, *x), inputs, weight)
-            truth = with_gradients(lambda *x, a=exact: dense(a, *x), wide, weight)
+            survives("output of packed segments", packed, naive, truth, terms[2])
+            got = with_gradients(mechanism, inputs, weight)[1:]
+            plain = with_gradients(lambda *x, a=mechanism: dense(a, *x), inputs, weight)[1:]
+            wanted = with_gradients(lambda *x, a=exact: dense(a, *x), wide, weight)[1:]
             # a gradient that cancels is still a sum of such terms
             most = weight.abs().max().item()
             sizes = terms[1] * terms[2] * most, terms[0] * terms[2] * most, most
-            for name, *results, size in zip("qkv", got[1:], naive[1:], truth[1:], sizes, strict=True):
-                _assert_survives(f"grad {name} in {dtype}", *results, size, *given)
+            for name, one, other, right, size in zip("qkv", got, plain, wanted, sizes, strict=True):
+                survives(f"grad {name} in {dtype}", one, other, right, size)
 
 
 def _steps(mechanism: RecurrentMechanism, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _steps(mechanism: RecurrentMechanism, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 def _assert_survives(
-    what: str, got: Tensor, naive: Tensor, truth: Tensor, size: float, scores: str, largest: float, cause: str
+    what: str, got: Tensor, naive: Tensor, truth: Tensor, size: float, *, scores: str, largest: float, cause: str
 ) -> None:
     if not (torch.isfinite(naive).all() and torch.isfinite(truth).all()):
         return
