@@ -65,7 +65,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         arithmetic.products_and_steps_are_as_precise,
         arithmetic.arithmetic_is_that_of_the_inputs,
         arithmetic.inputs_are_left_alone,
-        arithmetic.large_logits_stay_finite,
+        arithmetic.large_logits_are_right,
         arithmetic.masked_rows_are_zero,
         arithmetic.every_output_is_written,
         costs.flops_are_what_cost_says,
