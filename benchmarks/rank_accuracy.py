@@ -102,13 +102,24 @@ def compare(name: str, lengths: list[int], texts: dict[str, str], every: int) ->
         for length in lengths
         for text, words in texts.items()
     }
+    return table(name, lengths, list(texts), scanned(model, tokenizer, lengths, texts, every), true)
+
+
+def scanned(model, tokenizer, lengths: list[int], texts: dict[str, str], every: int) -> list[dict]:
+    """The ranks that a scan gives."""
+    from heedful import hf
+    from heedful.scan.work import survey
+
+    calls = survey(hf.Probe(model), hf.encode(model, tokenizer, next(iter(texts.values())), min(lengths)))
+    layers = [call["layer"] for call in calls][::every]
+    names = [f"rank{tau}{end}" for tau in (90, 95) for end in ("", "_low", "_high")]
     with tempfile.TemporaryDirectory() as folder:
-        layers = sorted(next(iter(true.values())))
         out = Path(folder) / "run"
         scan = hf.scan(model, tokenizer, list(texts.values()), lengths=lengths, layers=layers, out=out)
-        rows = scan.rows.select(
-            "text", "length", "layer", "head", *[f"rank{tau}{end}" for tau in (90, 95) for end in ("", "_low", "_high")]
-        ).to_dicts()
+        return scan.rows.select("text", "length", "layer", "head", *names).to_dicts()
+
+
+def table(name: str, lengths: list[int], texts: list[str], rows: list[dict], true: dict) -> list[str]:
     lines = []
     for length in lengths:
         for tau in (90, 95):
@@ -117,7 +128,7 @@ def compare(name: str, lengths: list[int], texts: dict[str, str], every: int) ->
             for row in rows:
                 if row["length"] != length:
                     continue
-                text = list(texts)[int(row["text"])]
+                text = texts[int(row["text"])]
                 sums = true[length, text][row["layer"]][row["head"]].cumsum(-1)
                 rank = int((sums < tau / 100 * sums[-1]).sum()) + 1
                 found, low, high = (int(row[f"rank{tau}{end}"]) for end in ("", "_low", "_high"))
