@@ -12,9 +12,9 @@ ceiling     Σ_{i≤r} σ_i² ≤ Σ_{i≤r} θ_i² + min(‖R‖², r ν),  ν 
             diag(θ_i²) + C_aᵀC_a / (λ − s)
 ν           ‖R‖² always will do; a smaller one comes from Lanczos on R Rᵀ from random starts and holds but for a chosen
             probability of failure (`norm_slack`)
-estimate    the sketch starts from A Ω = U_0 S, Ω with p Gaussian columns, so it is a quadrature rule as well: for any f
+estimate    the sketch starts from A Ω = U_0 S, Ω with p random columns, so it is a quadrature rule as well: for any f
             E tr Ωᵀ Aᵀ f(A Aᵀ) A Ω = p Σ σ_i² f(σ_i²),  the trace is about Σ_i f(θ_i²) ‖Sᵀ y_i‖², y_i the part of the
-            i-th Ritz vector in the first block. So ‖Sᵀ y_i‖² / p is the energy near θ_i² (`spread`)
+            i-th Ritz vector in the first block. So ‖Sᵀ y_i‖² / p is the energy near θ_i² (`measures.tail`)
 
 Floor and ceiling hold for whatever U came out: they need it to be orthonormal, not to have converged. All of it is
 about A Aᵀ, so pass A with its shorter side first.
@@ -35,7 +35,6 @@ import torch
 from heedful.shapes import Float, Int, Tensor
 from heedful.trimmed import Trimmed
 
-MANY = 4096  # steps that take longer to sort than all else that is done with them
 LOST = 8  # epsilons: a direction that is no longer is rounding
 GRAM_LINES = 48  # of a Gram matrix that are made at a time at least: fewer cost more each
 CHUNK = {"cpu": 1 << 12, "cuda": 1 << 16}  # rows that a product is accumulated over in float64 at a time
@@ -89,6 +88,22 @@ def orthonormal(
     return q if bool((inside.square().sum((-2, -1)) < torch.finfo(x.dtype).eps).all()) else torch.linalg.qr(q)[0]
 
 
+def random_signs(m: int, p: int, dtype: torch.dtype, generator: torch.Generator) -> Float[Tensor, "m p"]:
+    """Ω, with one entry ±√p in each row, so that E ΩΩᵀ = p; p rows in a row have them in p different columns.
+
+    tr ΩᵀBΩ / p errs by entries of B between rows with one column, never by the diagonal or by near neighbours, where
+    attention has most of its weight: a Gaussian Ω errs by all of B.
+
+    >>> start = random_signs(8, 4, torch.float32, torch.Generator().manual_seed(0))
+    >>> bool(((start[:4] @ start[:4].mT).abs() == 4 * torch.eye(4)).all())
+    True
+    """
+    device = generator.device
+    column = torch.rand(-(-m // p), p, device=device, generator=generator).argsort(-1).flatten()[:m, None]
+    signs = torch.randint(0, 2, (m, 1), device=device, generator=generator) * 2 - 1
+    return torch.zeros(m, p, dtype=dtype, device=device).scatter(-1, column, signs.to(dtype) * sqrt(p))
+
+
 class Ritz(NamedTuple):
     """What a sketch says of the first values."""
 
@@ -124,7 +139,7 @@ class Sketch:
         self.generator = torch.Generator(self.op.device).manual_seed(self.seed)
         self.width, self._summed = 0, 0
         size = m, min(self.block, self.most)
-        start = torch.randn(size, dtype=self.op.dtype, device=self.op.device, generator=self.generator)
+        start = random_signs(*size, self.op.dtype, self.generator)
         self._start = self._next = (self.op @ start).expand(*batch, n, -1)
         self._size = self._next.norm(dim=(-2, -1))
         self.products += start.shape[-1]
@@ -388,57 +403,6 @@ def cuts(ritz: Ritz, norm: Float[Tensor, "*b"]) -> Cuts:
     above = ((squares >= level) & (torch.arange(k) < places[:, None])).sum(-1, keepdim=True)
     gained = torch.where(squares > level, inside[..., None] / (squares - level), inf).amin(-2)
     return Cuts(level, above, inside.sqrt()[..., None], gained)
-
-
-def spread(ritz: Ritz, count: Int[Tensor, "*b"], energy: Float[Tensor, "*b"], n: int) -> Float[Tensor, "*b n"]:
-    """Σ_{i≤r} σ_i² for r = 1 … n, as estimated: the first `count` Ritz values stand for one value each, the others for
-    as many as their energy has room for.
-
-    A node with energy e and m = e / θ² values tells the sums before and after it; by the inequalities of Chebyshev,
-    Markov and Stieltjes the truth at the node lies between, so the curve runs through the middle, straight from one
-    node to the next. What is certain, the whole energy, is its end.
-
-    >>> exact = Ritz(torch.tensor([4.0, 1.0]).double(), torch.zeros(2), 2, torch.tensor([4.0, 2.0]).double())
-    >>> spread(exact, torch.tensor(1), torch.tensor(6.0).double(), 4).tolist()
-    [4.0, 5.0, 5.5, 6.0]
-    """
-    squares = ritz.squares
-    known = torch.arange(squares.shape[-1]) < count[..., None]
-    tiny = torch.finfo(torch.float64).tiny
-    left = (energy - torch.where(known, squares, 0).sum(-1)).clamp(min=0)[..., None]
-    told = torch.where(known, 0, ritz.shares)
-    told = told * (left / told.sum(-1, keepdim=True).clamp(min=tiny))
-    least = torch.finfo(torch.float32).eps * squares[..., :1]  # below it a Ritz value is rounding
-    many = told / torch.maximum(squares, least).clamp(min=tiny)
-    room = n - count[..., None].double()
-    many = many * (room / many.sum(-1, keepdim=True).clamp(min=tiny)).clamp(max=1)
-    energies, many = torch.where(known, squares, told), torch.where(known, 1, many)
-    half = torch.where(known, 0, 0.5)
-    places, sums = (torch.nn.functional.pad(x.cumsum(-1) - half * x, (1, 0)) for x in (many, energies))
-    places = torch.cat([places, torch.full_like(left, n)], -1)
-    sums = torch.cat([sums, energy[..., None]], -1)
-    steps = _at_ranks(places, sums, n).diff(dim=-1, prepend=torch.zeros_like(left))
-    return _falling(steps).cumsum(-1)
-
-
-def _falling(steps: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-    """The same steps, the largest first; but for rounding they nearly always are, and many are seen to be so sooner."""
-    if steps.shape[-1] > MANY and bool((steps.diff(dim=-1) <= 1e-13 * steps[..., :1]).all()):
-        return steps
-    return steps.sort(-1, descending=True).values
-
-
-def _at_ranks(x: Float[Tensor, "*b k"], y: Float[Tensor, "*b k"], n: int) -> Float[Tensor, "*b n"]:
-    """The broken line through (x, y), x from 0 to n and increasing, at 1 … n.
-
-    Which two points a rank lies between is counted: to search for it, torch would wake all its threads.
-    """
-    after = (x.floor().long() + 1).clamp(max=n + 1)  # the first rank beyond each point
-    counts = torch.zeros(*x.shape[:-1], n + 2, dtype=torch.long).scatter_add(-1, after, torch.ones_like(after))
-    right = counts.cumsum(-1)[..., 1 : n + 1].clamp(1, x.shape[-1] - 1)
-    x0, x1, y0, y1 = (values.gather(-1, index) for values in (x, y) for index in (right - 1, right))
-    ranks = torch.arange(1, n + 1, dtype=torch.float64)
-    return y0 + ((ranks - x0) / (x1 - x0).clamp(min=1e-30)).clamp(0, 1) * (y1 - y0)
 
 
 Matrices = Tensor | Trimmed

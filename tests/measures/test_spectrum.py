@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import heedful as h
 from heedful import linalg
-from heedful.measures import launched, numerical_rank, row_correlation, search
+from heedful.measures import launched, numerical_rank, row_correlation, search, tail
+from heedful.scan.baseline import BUDGET
 from heedful.trimmed import Trimmed
 
 ROUTES = {
@@ -383,10 +384,55 @@ def test_a_sketch_tells_the_values_beyond_it(settled):
     while not sketch.full:
         sketch.grow()
     exact = torch.linalg.svdvals(a).square()
-    sums = linalg.spread(sketch.solve(), torch.tensor(settled), exact.sum(), 300)
+    sums = tail.spread(sketch.solve(), torch.tensor(settled), exact.sum(), 300)
     torch.testing.assert_close(sums[9::10], exact.cumsum(-1)[9::10], rtol=0.05, atol=0)
     assert (sums.diff().diff() <= 1e-9 * exact.sum()).all()
     torch.testing.assert_close(sums[-1], exact.sum())
+
+
+SPECTRA = {
+    "exponential": lambda i: torch.exp(-i / 250),
+    "two slopes": lambda i: torch.exp(-i / 30) + 0.1 * torch.exp(-i / 300),
+    "a knee": lambda i: 1 / (1 + (i / 80) ** 1.5),
+    "to the end": lambda i: (1 - i / 1024) ** 1.5,
+    "stretched": lambda i: torch.exp(-((i / 40) ** 0.6)),
+}
+
+
+def test_the_products_of_a_scan_tell_ranks_in_the_hundreds():
+    """Known singular values in a matrix without structure; a sketch of 96 columns, ranks from 55 to 540."""
+    values = torch.stack([made(torch.arange(1024, dtype=torch.float64) + 0.5) for made in SPECTRA.values()])
+    mixed = torch.ones(1, 1)
+    while len(mixed) < 1024:
+        mixed = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), mixed) / sqrt(2)
+    signs = torch.randint(0, 2, (1024,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    found = h.spectrum(values.float()[..., None] * (mixed * signs), 32, tau=(0.9, 0.95), budget=BUDGET, failure=0)
+    errors = []
+    for tau in (0.9, 0.95):
+        sums = values.square().cumsum(-1)
+        true = (sums < tau * sums[:, -1:]).sum(-1) + 1
+        rank = h.effective_rank(found, tau)
+        assert ((rank.lower <= true) & (true <= rank.upper)).all()
+        errors.append((rank.estimate - true) / true)
+    errors = torch.stack(errors)
+    assert errors.abs().max() <= 0.05, dict(zip(SPECTRA, errors.T.tolist(), strict=True))
+    assert errors.mean().abs() <= 0.015
+
+
+def test_signs_of_a_start_see_no_diagonal_and_no_near_neighbours():
+    """tr ΩᵀBΩ / p is exact for what lies inside runs of p; a Gaussian start is right on average alone."""
+    b = torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    b = b * (torch.arange(40)[:, None] // 8 == torch.arange(40) // 8)
+    start = linalg.random_signs(40, 8, torch.float64, torch.Generator().manual_seed(1))
+    torch.testing.assert_close((start.mT @ b @ start).trace() / 8, b.trace())
+    torch.testing.assert_close(start.square().sum(-1), torch.full((40,), 8.0, dtype=torch.float64))
+
+
+def test_an_estimate_is_not_rounded_down():
+    """The first two values miss the share by 4e-6 of the energy: within the slack of the bounds, but missed."""
+    squares = torch.tensor([0.5, 0.4 - 4e-6, 0.06, 0.04 + 4e-6], dtype=torch.float64)
+    rank = h.effective_rank(torch.diag(squares.sqrt()).float(), 0.9)
+    assert (int(rank.lower), int(rank.estimate), int(rank.upper)) == (2, 3, 3)
 
 
 def test_the_energy_near_each_ritz_value_is_told_without_bias():

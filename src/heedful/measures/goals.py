@@ -13,6 +13,7 @@ import torch
 from heedful.shapes import Bool, Float, Int, Tensor
 
 BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
+TIE = 1 / 64  # of the slack: an estimate that misses its target by so little reaches it
 CAUTION = 3  # residuals understate the error of values with close neighbours: without it 9 % of real heads exceed 1 %
 
 
@@ -47,7 +48,7 @@ class Profile:
         target = tau * self.energy
         least = _first(self.upper, target - self.slack)
         most = _first(self.lower, target + self.slack)
-        guess = _first(self.middle, target - self.slack)
+        guess = _first(self.middle, target - TIE * self.slack)
         some = self.energy > 0
         return least * some, guess.clamp(least, most) * some, most * some
 

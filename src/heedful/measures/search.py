@@ -29,6 +29,7 @@ from heedful import linalg
 from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.goals import BLOCK, Goal, Profile
 from heedful.measures.launched import LaunchedSketch
+from heedful.measures.tail import spread
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
 from heedful.trimmed import Pages, Trimmed
@@ -42,7 +43,7 @@ GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the sam
 WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
 GROUP = 3 << 22  # entries of formed heads that are measured side by side on a CPU: the many small steps are shared
 PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
-SETTLED = 0.03  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
+SETTLED = 0.01  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
 BUDGET = 1024
 ROUNDING = 64  # relative error of an energy, in units of the dtype's epsilon
 
@@ -329,7 +330,7 @@ class _Search:
             errors=_relative_errors(ritz),
             energy=self.energy,
             lower=linalg.floor(ritz.squares, self._left_out()[0], n),
-            middle=linalg.spread(ritz, settled, self.energy, n),
+            middle=spread(ritz, settled, self.energy, n),
             slack=(rounding + 2 * self.sketch.defect) * self.energy,
         )
 
