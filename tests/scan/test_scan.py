@@ -77,8 +77,8 @@ def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
     found = Scan.open(tmp_path / "run")
     assert timeless(found).equals(timeless(made))
     assert re.match(r"At 48 tokens, \d of its 8 attention heads ", found.words())
-    assert "Measured on 3 texts of 24 tokens" in found.words()
-    assert found.words("zh").startswith("在 24 个词元处，8 个注意力头中有 ")
+    assert "Measured on 3 texts of 48 tokens" in found.words()
+    assert found.words("zh").startswith("在 48 个词元处，8 个注意力头中有 ")
     with pytest.raises(ValueError, match="expected one of en, zh"):
         found.words("de")
     assert "&lt;tiny&gt;" in found._repr_html_() and "<tiny>" not in found._repr_html_()
