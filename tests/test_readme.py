@@ -52,12 +52,7 @@ def test_both_readmes_show_the_same_examples():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    commands = [
-        line
-        for line in (ROOT / ".ci" / "run").read_text().splitlines()
-        if line and not line.startswith(("#", "set ", "cd "))
-    ]
-    assert commands == ["make test"]
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
     assert "make test" in (ROOT / "README.md").read_text()
 
 

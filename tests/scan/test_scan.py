@@ -83,7 +83,7 @@ def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
         found.words("de")
     assert "&lt;tiny&gt;" in found._repr_html_() and "<tiny>" not in found._repr_html_()
     head = found.head(1, 3)
-    assert len(head.rows) == 3 and len(head.table) == 1 and head.thumbnail["width"] == 24
+    assert len(head.rows) == 3 and len(head.table) == 1 and head.thumbnail["width"] == 48
     assert repr(head).startswith("head 3 of layer 1 (model.layers.1.self_attn)")
     with pytest.raises(ValueError, match="layers 0, 1, with heads from 0 to 3"):
         found.head(2, 0)
