@@ -167,7 +167,7 @@ def large_logits_are_right(case: Case) -> None:
                 survives(f"output of {n} steps in {dtype}", steps, naive, truth, terms[2])
             if dtype != torch.float32:
                 continue
-            naive, truth = dense(mechanism, *inputs, ids), dense(exact, *wide, ids)
+            naive, truth = (dense(a, x[0], x[1], x[2], ids) for a, x in ((mechanism, inputs), (exact, wide)))
             packed = mechanism(*inputs, segments=ids)
             survives("output of packed segments", packed, naive, truth, terms[2])
             got = with_gradients(mechanism, inputs, weight)[1:]
