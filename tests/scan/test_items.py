@@ -54,6 +54,7 @@ def test_a_scan_has_the_means_over_items(name, tmp_path):
                 assert row[column] == pytest.approx(float(value[:, head].mean()), rel=1e-4), (call.name, column)
             assert row["items"] == len(call.q)
     assert [layer["items"] for layer in found.manifest["layers"]] == ITEMS[name]
+    assert f"up to {max(ITEMS[name])}): every number of a head is the mean over them" in found.words()
 
 
 def test_every_column_is_joined_from_those_of_the_items():

@@ -224,15 +224,16 @@ def power(value: float) -> str:
 def _notes(say: Phrases, scan: Scan) -> tuple[str, ...]:
     lengths = scan.rows.group_by("text").agg(pl.col("length").n_unique())["length"]
     texts, planned = int((lengths == len(scan.lengths)).sum()), len(scan.manifest.get("texts", []))
-    asked = scan.manifest.get("precision")
+    asked, items = scan.manifest.get("precision"), scan.rows["items"].max()
+    several = (say["items"].format(items=items),) if isinstance(items, int) and items > 1 else ()
     if asked is None:
-        return (say["unfinished"].format(texts=texts, planned=planned),) if texts < planned else ()
+        return (*several, *((say["unfinished"].format(texts=texts, planned=planned),) if texts < planned else ()))
     length, share = reached(scan)
     numbers = {"asked": percent(asked), "reached": percent(share), "length": length, "texts": texts, "planned": planned}
     remedy = say["resume" if texts < planned else "more texts"]
     if texts < FEWEST:
-        return (say["too few"].format(**numbers, fewest=FEWEST, remedy=remedy),)
-    return (say["precise" if share <= asked else "not precise"].format(**numbers, remedy=remedy),)
+        return (*several, say["too few"].format(**numbers, fewest=FEWEST, remedy=remedy))
+    return (*several, say["precise" if share <= asked else "not precise"].format(**numbers, remedy=remedy))
 
 
 def percent(share: float) -> str:

@@ -57,6 +57,10 @@ ENGLISH: Phrases = {
     ),
     "more texts": "Give more texts.",
     "resume": "Resume the scan.",
+    "items": (
+        "The model attends in several items for one input (windows, channels or frames; up to {items}): every number "
+        "of a head is the mean over them."
+    ),
     "unfinished": "{texts} of {planned} texts have been measured so far. Resume the scan for the rest.",
     "positional": (
         f"{{heads}} with a fixed pattern (an offset, a window, all tokens alike): it explains {{percent}}{THIN}% of "
@@ -145,6 +149,7 @@ CHINESE: Phrases = {
     ),
     "more texts": "请提供更多文本。",
     "resume": "请继续扫描。",
+    "items": "模型对一个输入分多份计算注意力（窗口、通道或帧，最多 {items} 份）：每个头的数值都是各份的平均。",
     "unfinished": "目前已测 {planned} 篇文本中的 {texts} 篇，继续扫描即可完成其余部分。",
     "positional": "{heads}固定模式型头（偏移、窗口或均匀）：该模式平均可解释其 {percent}%。固定模式不需要查询和键。",
     "sink": (
