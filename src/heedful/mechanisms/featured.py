@@ -12,7 +12,7 @@ scale each, the largest key so far, which is part of the state: the normaliser o
 
 from __future__ import annotations
 
-from math import prod
+from math import log, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
 from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.features import LinearState, runs
-from heedful.kernels.chunked_linear.groups import CHUNK
+from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step
@@ -204,6 +204,9 @@ class Featured(RecurrentMechanism):
         out, state = self._run(q, k, v, segments)
         batch, wide = out.shape[:-2], _state_dtype(q.dtype)
         S, z, scale = (None if x is None else x.reshape((*batch, *x.shape[2:])).to(wide) for x in state)
+        if scale is not None and not isinstance(self.feature_map, LogFeatureMap):  # see _needs_logs
+            factor, scale = scale.exp(), None
+            S, z = S * factor[..., None], z * factor
         ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 
@@ -237,12 +240,15 @@ class Featured(RecurrentMechanism):
         angles = None if turned is None else _angles(turned, segments, n, m, q.device)
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q), self.feature_map.log_key(k)
+        elif name == "elu1" and turned is None and self._needs_logs(q, k):
+            name, (q, k) = "exp", (_log_elu1(x) for x in (q, k))
         elif name is None:
             layout = resolve(segments, n, m, q.device)
             name = "identity"
             q = self.feature_map.query(q, layout.query_positions)
             k = self.feature_map.key(k, layout.key_positions)
         shared = segments is None or segments.ndim < 2 or segments.shape[-2] == 1  # all heads have the same segments
+        shared = shared and 0 not in batch[-1:]  # kernels take an empty batch, but not zero heads
         rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
         size = prod(rows), heads
         if segments is not None:
@@ -265,6 +271,18 @@ class Featured(RecurrentMechanism):
         if angles is not None:
             options["angles"] = angles
         return [_as_batch(x, batch, size) for x in (q, k, v)], options
+
+    def _needs_logs(self, q, k) -> bool:
+        """Whether a normaliser of elu + 1 may be too small to divide by: φ(x) = e^x where x < 0.
+
+        It is at least e^(min(q, 0) + min(k, 0)). Only on the CPU: on a GPU the host would have to wait for the numbers.
+        """
+        if not self.normalise or self.kernel is not chunked_linear or q.device.type != "cpu":
+            return False
+        if torch.compiler.is_compiling() or not q.numel() or not k.numel():
+            return False
+        least = LEAST[torch.float64 if q.dtype == torch.float64 else torch.float32]
+        return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(least)
 
     def init_state(self, q, k, v) -> Running:
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -357,6 +375,12 @@ def _into_runs(segments: Tensor) -> tuple[Tensor, Tensor]:
     """An order of the tokens in which each segment is one run, the last one last, and the way back."""
     order = torch.where(in_last(segments), segments.max() + 1, segments).argsort(dim=-1, stable=True)
     return order, order.argsort(dim=-1)
+
+
+def _log_elu1(x: Tensor) -> Tensor:
+    """log(elu(x) + 1), in float32 or better."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(x > 0, x.clamp(min=0).log1p(), x)
 
 
 def _log_products(x: Tensor, y: Tensor) -> Tensor:
