@@ -112,14 +112,15 @@ def test_steps_of_trigonometric_features_go_on_on_the_scale_of_prefill():
     torch.testing.assert_close(last, dense(attend, q, k, v)[8:], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["linear", "retention-norm", "sum"])
+@pytest.mark.parametrize("name", ["linear", "retention-norm", "gla", "sum"])
 def test_normalisers_of_elu_features_may_be_as_small_as_the_precision_holds(name):
     """e^-80 for one key: with keys and queries of −40 each weight is known, and the rows add up to 1."""
-    attend = h.build(name)
+    options = {"d": 2, "normalise": True} if name == "gla" else {}
+    attend = h.build(name, **options)
     q, k, v = draw(1, 6, 2).float() - 40, draw(1, 6, 2, seed=1).float() - 40, draw(1, 6, 3, seed=2).float()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, want = attend(q, k, v), dense(h.build(name).double(), *exact)
+    out, want = attend(q, k, v), dense(h.build(name, **options).double(), *exact)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
     grads, wanted = torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), exact)
     for one, other in zip(grads, wanted, strict=True):
@@ -138,3 +139,15 @@ def test_zero_heads_are_an_empty_batch(name):
     q, k, v = torch.randn(2, 0, 5, 4), torch.randn(2, 0, 5, 4), torch.randn(2, 1, 5, 3)
     assert attend(q, k, v).shape == (2, 0, 5, 3)
     assert attend.prefill(q, k, v)[0].shape == (2, 0, 5, 3)
+
+
+@pytest.mark.parametrize("pattern", [h.Full(), h.Causal()])
+def test_no_tokens_of_width_zero_have_a_state_of_exponential_features(pattern):
+    attend = h.build("favor+", d=4, features=8, pattern=pattern)
+    q, v = torch.randn(2, 0, 4), torch.randn(2, 0, 0)
+    assert attend(q, q, v).shape == attend(q, q, v, segments=torch.zeros(0, dtype=torch.long)).shape == (2, 0, 0)
+
+
+def test_hedgehog_without_heads_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="heads: expected 1 or more, got 0"):
+        h.Hedgehog(4, 0)

@@ -204,9 +204,6 @@ class Featured(RecurrentMechanism):
         out, state = self._run(q, k, v, segments)
         batch, wide = out.shape[:-2], _state_dtype(q.dtype)
         S, z, scale = (None if x is None else x.reshape((*batch, *x.shape[2:])).to(wide) for x in state)
-        if scale is not None and not isinstance(self.feature_map, LogFeatureMap):  # see _needs_logs
-            factor, scale = scale.exp(), None
-            S, z = S * factor[..., None], z * factor
         ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 
@@ -223,11 +220,15 @@ class Featured(RecurrentMechanism):
                 order, back = _into_runs(segments)
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 segments = segments.gather(-1, order)
+        dtype = q.dtype
+        if self._needs_float64(q, k):
+            q, k, v = (x.double() for x in (q, k, v))
         with as_given(q):
             inputs, options = self._kernel_inputs(q, k, v, segments)
             if options["feature"] == "exp":
                 options["stateful"] = stateful
             out, state = self.kernel(*inputs, **options)
+        out = out.to(dtype)
         out = out if out.shape[:-2] == batch else out.reshape(*batch, *out.shape[-2:])
         out = out if back is None else take_tokens(out, back)
         return out if n >= m else out[..., m - n :, :], state
@@ -240,8 +241,6 @@ class Featured(RecurrentMechanism):
         angles = None if turned is None else _angles(turned, segments, n, m, q.device)
         if isinstance(self.feature_map, LogFeatureMap):
             name, q, k = "exp", self.feature_map.log_query(q), self.feature_map.log_key(k)
-        elif name == "elu1" and turned is None and self._needs_logs(q, k):
-            name, (q, k) = "exp", (_log_elu1(x) for x in (q, k))
         elif name is None:
             layout = resolve(segments, n, m, q.device)
             name = "identity"
@@ -272,17 +271,16 @@ class Featured(RecurrentMechanism):
             options["angles"] = angles
         return [_as_batch(x, batch, size) for x in (q, k, v)], options
 
-    def _needs_logs(self, q, k) -> bool:
-        """Whether a normaliser of elu + 1 may be too small to divide by: φ(x) = e^x where x < 0.
+    def _needs_float64(self, q, k) -> bool:
+        """Whether a normaliser of elu + 1 may be too small to divide by in float32: φ(x) = e^x where x < 0.
 
         It is at least e^(min(q, 0) + min(k, 0)). Only on the CPU: on a GPU the host would have to wait for the numbers.
         """
-        if not self.normalise or self.kernel is not chunked_linear or q.device.type != "cpu":
+        if not self.normalise or self.feature_map.kernel_name != "elu1" or q.dtype == torch.float64:
             return False
-        if torch.compiler.is_compiling() or not q.numel() or not k.numel():
+        if q.device.type != "cpu" or torch.compiler.is_compiling() or not q.numel() or not k.numel():
             return False
-        least = LEAST[torch.float64 if q.dtype == torch.float64 else torch.float32]
-        return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(least)
+        return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(LEAST[torch.float32])
 
     def init_state(self, q, k, v) -> Running:
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -375,12 +373,6 @@ def _into_runs(segments: Tensor) -> tuple[Tensor, Tensor]:
     """An order of the tokens in which each segment is one run, the last one last, and the way back."""
     order = torch.where(in_last(segments), segments.max() + 1, segments).argsort(dim=-1, stable=True)
     return order, order.argsort(dim=-1)
-
-
-def _log_elu1(x: Tensor) -> Tensor:
-    """log(elu(x) + 1), in float32 or better."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.where(x > 0, x.clamp(min=0).log1p(), x)
 
 
 def _log_products(x: Tensor, y: Tensor) -> Tensor:
