@@ -56,6 +56,7 @@ import torch
 import heedful as h
 from heedful.core import Mechanism, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap
+from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.iterated_inverse import iterated_inverse
 from heedful.mechanisms.featured import Featured
 from heedful.mechanisms.nystrom import Nystrom, landmarks
@@ -533,6 +534,9 @@ def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
     scale = made.options.get("scale") or q.shape[-1] ** -0.5
     if any(isinstance(part, RandomFeatures) for part in made.mechanism.modules()):
         return scale * float(max((x.square().sum(-1)).max() for x in (q, k)))
+    decay = made.mechanism.log_decay() if isinstance(made.mechanism, Featured) else None
+    if decay is not None:  # λ^(i − j) = exp(b_i − b_j), b being a sum over at most a chunk
+        return min(CHUNK, k.shape[-2]) * float(decay.abs().max())
     if isinstance(made.mechanism, Featured) and not isinstance(made.mechanism.feature_map, LogFeatureMap):
         return 0.0
     return scale * float((q @ k.mT).abs().max())
