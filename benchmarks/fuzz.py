@@ -546,14 +546,16 @@ def _size(name: str, inputs: list[Tensor], truth: list[Tensor], rounding: Roundi
     """How large the terms are that a result is a sum of; those of a gradient may cancel to zero.
 
     The gradient in q is a sum of (g·v_j − g·o) ∂log w_ij, g being the gradient of the output o, of numbers of size 1,
-    and ∂log w_ij = k_j where w = exp(q·k). That in a parameter may have both q and k as factors.
+    and ∂log w_ij = k_j where w = exp(q·k). That in v is a sum of A_ij g_i, over batch axes too where v lacks them. That
+    in a parameter may have both q and k as factors.
     """
     q, k, v = (float(x.abs().max()) if x.numel() else 0.0 for x in inputs[:3])
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in truth)
     if name.startswith("output"):
         return largest * rounding.growth
-    power = 1 if name in ("gradient in q", "gradient in k", "gradient in v") else 2
-    factor = max(q, k, rounding.slope) ** power
+    if name == "gradient in v":
+        return max(largest, 1.0) * rounding.growth
+    factor = max(q, k, rounding.slope) ** (1 if name in ("gradient in q", "gradient in k") else 2)
     return max(largest, v * inputs[2].shape[-1] ** 0.5 * factor) * rounding.growth**2
 
 

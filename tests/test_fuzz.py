@@ -41,6 +41,23 @@ def test_a_result_that_is_a_little_wrong_is_a_failure(monkeypatch, dtype):
     assert all("--only 3:" in line["reproduce"] for line in after if line["verdict"] == "failed")
 
 
+def test_a_gradient_that_is_a_little_wrong_is_a_failure(monkeypatch):
+    """One that is off by a hundredth, where more than one key is seen: gradients in q and k are not zero there."""
+    monkeypatch.setattr(fuzz, "DTYPES", {torch.float32: 1})
+    monkeypatch.setattr(fuzz, "LOGITS", {1.0: 1})
+    right = h.Linear.forward
+
+    def wrong(self, *x, **given):
+        out = right(self, *x, **given)
+        return out + 0.01 * (out - out.detach())
+
+    own = [number for number in range(300) if next(fuzz.draw(3, number)).entry in ("linear-relu", "linear")]
+    learning = [n for n in own if "q" in list(fuzz.draw(3, n))[-1].wants and next(fuzz.draw(3, n)).about["m"] > 2][:6]
+    monkeypatch.setattr(h.Linear, "forward", wrong)
+    verdicts = [fuzz.run(3, number)["verdict"] for number in learning]
+    assert verdicts.count("failed") > 0.8 * (len(learning) - verdicts.count("refused")) > 1, verdicts
+
+
 def test_results_are_appended_and_taken_up_again(tmp_path, monkeypatch, capsys):
     out = tmp_path / "calls.jsonl"
     for calls in (3, 5):
