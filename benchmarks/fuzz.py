@@ -548,8 +548,11 @@ def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, seg
 def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
     """The largest score; that of random features has ‖x‖²/2 and ωᵀx, and an angle is known as well as an exponent."""
     scale = made.options.get("scale") or q.shape[-1] ** -0.5
+    longest = float(max(x.square().sum(-1).max() for x in (q, k)))
     if any(isinstance(part, RandomFeatures) for part in made.mechanism.modules()):
-        return scale * float(max((x.square().sum(-1)).max() for x in (q, k)))
+        return scale * longest
+    if isinstance(made.mechanism, h.Perceiver):  # latents X ← X + M X may double in each round; scores have two of them
+        return scale * longest * 4**made.mechanism.rounds
     decay = made.mechanism.log_decay() if isinstance(made.mechanism, Featured) else None
     if decay is not None:  # λ^(i − j) = exp(b_i − b_j), b being a sum over at most a chunk
         return min(CHUNK, k.shape[-2]) * float(decay.abs().max())
