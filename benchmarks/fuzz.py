@@ -477,7 +477,7 @@ def _compare(
             near = [_neighbour(naive, exact, inputs, at, want, order, device, seed) for seed in range(NEIGHBOURS)]
             errs = max([errs, *near])
             unit = max(
-                2 * torch.finfo(dtype).eps * _size(name, inputs, truth, Rounding(1)),
+                2 * torch.finfo(dtype).eps * _size(name, inputs, truth, Rounding(1, rounding.rounded)),
                 rounding.of_float32() * _size(name, inputs, truth, rounding),
             )
             floor = torch.linalg.vector_norm(torch.full_like(want, unit), order)
@@ -498,12 +498,14 @@ class Rounding:
     growth     how much larger the terms of a normalised row are than the row
     exponent   the largest score or logarithm of a feature: e^s errs by ε·s
     slope      the largest φ(q) or φ(k) over the normaliser, a factor of ∂log w = φ′(q)·φ(k) / w
+    rounded    growth where features are rounded to the type of the inputs, as those are that no kernel makes itself
     """
 
     terms: int
     growth: float = 1.0
     exponent: float = 0.0
     slope: float = 1.0
+    rounded: float = 1.0
 
     def of_float32(self) -> float:
         return torch.finfo(torch.float32).eps * (self.terms**0.5 + self.exponent)
@@ -542,7 +544,8 @@ def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, seg
     largest = torch.maximum(x.abs().amax(-1), y.abs().amax((-2, -1))[..., None]).expand(total.shape)
     growth, slope = ((part / total.abs())[some] for part in (whole, largest))
     most = [max(float(ratio.max()), 1.0) if ratio.numel() else 1.0 for ratio in (growth, slope)]
-    return Rounding(terms, most[0], exponent, most[1])
+    made_inside = features.kernel_name is not None or isinstance(features, RandomFeatures)
+    return Rounding(terms, most[0], exponent, most[1], 1.0 if made_inside else most[0])
 
 
 def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
