@@ -240,6 +240,9 @@ class Hedgehog(LogFeatureMap):
 
     def __init__(self, d: int, heads: int = 1):
         super().__init__()
+        for name, number in (("d", d), ("heads", heads)):
+            if number < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {number}.")
         self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
 
     def log_query(self, x):

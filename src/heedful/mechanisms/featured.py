@@ -12,7 +12,7 @@ scale each, the largest key so far, which is part of the state: the normaliser o
 
 from __future__ import annotations
 
-from math import prod
+from math import log, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
 from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.features import LinearState, runs
-from heedful.kernels.chunked_linear.groups import CHUNK
+from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step
@@ -220,11 +220,15 @@ class Featured(RecurrentMechanism):
                 order, back = _into_runs(segments)
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 segments = segments.gather(-1, order)
+        dtype = q.dtype
+        if self._needs_float64(q, k):
+            q, k, v = (x.double() for x in (q, k, v))
         with as_given(q):
             inputs, options = self._kernel_inputs(q, k, v, segments)
             if options["feature"] == "exp":
                 options["stateful"] = stateful
             out, state = self.kernel(*inputs, **options)
+        out = out.to(dtype)
         out = out if out.shape[:-2] == batch else out.reshape(*batch, *out.shape[-2:])
         out = out if back is None else take_tokens(out, back)
         return out if n >= m else out[..., m - n :, :], state
@@ -243,6 +247,7 @@ class Featured(RecurrentMechanism):
             q = self.feature_map.query(q, layout.query_positions)
             k = self.feature_map.key(k, layout.key_positions)
         shared = segments is None or segments.ndim < 2 or segments.shape[-2] == 1  # all heads have the same segments
+        shared = shared and 0 not in batch[-1:]  # kernels take an empty batch, but not zero heads
         rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
         size = prod(rows), heads
         if segments is not None:
@@ -265,6 +270,17 @@ class Featured(RecurrentMechanism):
         if angles is not None:
             options["angles"] = angles
         return [_as_batch(x, batch, size) for x in (q, k, v)], options
+
+    def _needs_float64(self, q, k) -> bool:
+        """Whether a normaliser of elu + 1 may be too small to divide by in float32: φ(x) = e^x where x < 0.
+
+        It is at least e^(min(q, 0) + min(k, 0)). Only on the CPU: on a GPU the host would have to wait for the numbers.
+        """
+        if not self.normalise or self.feature_map.kernel_name != "elu1" or q.dtype == torch.float64:
+            return False
+        if q.device.type != "cpu" or torch.compiler.is_compiling() or not q.numel() or not k.numel():
+            return False
+        return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(LEAST[torch.float32])
 
     def init_state(self, q, k, v) -> Running:
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])

@@ -22,6 +22,7 @@ class Linear(Featured):
     torch.Size([1, 8, 4096, 64])
 
     Features of changing sign (Cos, Identity) are normalised by a sum that may vanish: give them normalise=False.
+    elu(x) + 1 = e^x underflows where all entries are very negative: on a GPU, normalisers below 2^-95 give zeros.
     """
 
     def __init__(

@@ -95,14 +95,14 @@ class Trig(RandomFeatures):
     2.117
 
     Its variance is zero at x = y and large where the kernel is small, so that normalisers may vanish or change sign.
-    ‖x‖²/2 is cut at a quarter of the exponents that the precision has (22 in float32), so that products stay finite;
-    where keys are that long their estimates are noise.
+    ‖x‖²/2 is cut at 22, a quarter of the exponents of float32, so that products stay finite; where keys are that long
+    their estimates are noise. The cut is the same in float64, in which steps are computed for float32 inputs.
     """
 
     def query(self, x, positions=None):
         x = self.scaled(x)
         angle = self.projection(x)
-        room = log(torch.finfo(x.dtype).max) / 4
+        room = log(torch.finfo(torch.float32).max) / 4
         length = (x.square().sum(-1, keepdim=True) / 2).clamp(max=room).exp() / sqrt(self.features)
         return torch.cat([angle.cos(), angle.sin()], -1) * length
 

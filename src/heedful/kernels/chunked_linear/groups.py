@@ -55,7 +55,7 @@ def _segment(q, k, v, S, z, scale, turns_q, turns_k, code, feature):
     most = k.detach().to(v.dtype)
     if code is not None:
         most = most.masked_fill((code < 0)[:, None, :, None], -torch.inf)
-    most = most.amax(-2, keepdim=True) if k.shape[2] else S.mT[..., :1, :] - torch.inf
+    most = most.amax(-2, keepdim=True) if k.shape[2] else S.new_full((*S.shape[:2], 1, S.shape[2]), -torch.inf)
     if scale is not None:
         most = torch.maximum(most, scale)
     most = torch.where(most.isfinite(), most, 0.0)
