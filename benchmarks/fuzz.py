@@ -297,7 +297,7 @@ def _check(made: Call, random: Random, device: str) -> set[str]:
     if device != "cpu" and _faint(made):
         return {"set aside"}
     exact = copy.deepcopy(made.mechanism).double()
-    mechanism = made.mechanism.to(device)
+    mechanism = copy.deepcopy(made.mechanism).to(device)  # bounds are derived on the CPU
     inputs = [made.q, made.k, made.v]
     weight = torch.randn(
         *broadcast_shapes(*(x.shape[:-2] for x in inputs)), made.q.shape[-2], made.v.shape[-1],
