@@ -48,6 +48,7 @@ MEMORY = 12 << 30  # bytes of address space for one architecture
 MOST = 75_000_000  # parameters
 VOCABULARY, TOKENS, PLAIN = 96, 24, 60  # ids from PLAIN on stand for images, sounds, ends
 WIDTH, HEADS, GROUPS, HEAD = 64, 4, 2, 16
+LEAST = 0.2  # logits that spread less can't tell right from wrong
 FLAT = (
     40  # logits that spread more make rows of a single key, and float32 rounds them by more than a tenth of a percent
 )
