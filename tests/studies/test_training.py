@@ -20,7 +20,7 @@ from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
 from heedful.studies.score import difference, table
 from heedful.studies.train import batch_loss, make_optimiser, rate, start, train, train_step
-from heedful.studies.translate import translate
+from heedful.studies.translate import search, translate
 
 CPU = torch.device("cpu")
 TINY = {"width": 32, "head_dim": 4, "hidden": 64, "layers": 1, "dropout": 0.1}
@@ -138,31 +138,30 @@ def test_eight_pairs_are_learned_by_heart_and_translated_back(corpus, data):
     assert translate(net, pairs, CPU, beam=1) == wanted
 
 
-def test_beam_search_finds_the_most_likely_sentence_where_all_can_be_tried(corpus):
-    """A beam as wide as the tree of all short sentences is an exhaustive search."""
-    torch.manual_seed(0)
-    vocabulary, longest = 7, 3
-    net = build(Model(encoder=SEVEN, width=32, head_dim=4, hidden=32, layers=1, dropout=0.0), vocabulary).eval()
-    with torch.no_grad():
-        net.embedding.weight *= 4
-    pairs = Pairs(*(Side(torch.tensor([4, 5, 6]), torch.ones(3).long(), torch.tensor([0, 3])),) * 2)
-    from heedful.studies.translate import search
-
-    batch = gather(pairs, torch.arange(1))
-    memory = net.encode(batch.source, segments=batch.segments, words=batch.words)
-    (found,) = search(net, memory, batch.segments, longest, beam=100, alpha=1.0)
+def test_beam_search_finds_the_best_sentence_where_all_can_be_tried():
+    """A beam as wide as the tree of all short sentences is an exhaustive search, whatever the preference for length."""
+    vocabulary, longest, alphas = 7, 3, (0.0, 1.0, 4.0)
     allowed = [token for token in range(vocabulary) if token not in (PAD, BEGIN, END)]
-    sentences = [[]]
-    for _ in range(longest - 1):
-        sentences += [[*s, t] for s in sentences for t in allowed if [*s, t] not in sentences]
-
-    def score(sentence):
-        given = torch.tensor([[BEGIN, *sentence]])
-        log_p = net.logits(net.decode(given, memory, memory_segments=batch.segments)).log_softmax(-1)[0]
-        total = sum(log_p[at, token] for at, token in enumerate([*sentence, END]))
-        return float(total.detach() / ((5 + len(sentence) + 1) / 6))
-
-    assert found == max(sentences, key=score)
+    sentences = [[], *([a] for a in allowed), *([a, b] for a in allowed for b in allowed)]
+    pairs = Pairs(*(Side(torch.tensor([4, 5, 6]), torch.ones(3).long(), torch.tensor([0, 3])),) * 2)
+    batch = gather(pairs, torch.arange(1))
+    depends = False
+    for seed in range(4):
+        torch.manual_seed(seed)
+        net = build(Model(encoder=SEVEN, width=32, head_dim=4, hidden=32, layers=1, dropout=0.0), vocabulary).eval()
+        with torch.no_grad():
+            memory = net.encode(batch.source, segments=batch.segments, words=batch.words)
+            likely = []
+            for sentence in sentences:
+                given = torch.tensor([[BEGIN, *sentence]])
+                log_p = net.logits(net.decode(given, memory, memory_segments=batch.segments)).log_softmax(-1)[0]
+                likely.append(float(sum(log_p[at, token] for at, token in enumerate([*sentence, END]))))
+            found = [search(net, memory, batch.segments, longest, 100, alpha)[0] for alpha in alphas]
+        for alpha, answer in zip(alphas, found, strict=True):
+            ranked = [x / ((5 + len(s) + 1) / 6) ** alpha for x, s in zip(likely, sentences, strict=True)]
+            assert answer == sentences[ranked.index(max(ranked))]
+        depends |= found[0] != found[-1]
+    assert depends
 
 
 def test_resuming_gives_the_same_bits(corpus, tmp_path):
