@@ -65,6 +65,11 @@ def test_results_are_appended_and_taken_up_again(tmp_path, monkeypatch, capsys):
         assert fuzz.main() == 0
         assert [json.loads(line)["call"] for line in out.read_text().splitlines()] == list(range(calls))
     assert "0 failures" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--of", str(out), "--summary", str(tmp_path / "counts.json")])
+    assert fuzz.main() == 0
+    told = json.loads((tmp_path / "counts.json").read_text())
+    assert told["all"]["calls"] == sum(own["calls"] for own in told["entries"].values()) == 5
+    assert told["failures"] == [] and told["files"] == {"calls": 5}
 
 
 # What the fuzzer found, one call each.
