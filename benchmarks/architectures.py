@@ -410,12 +410,12 @@ def judged(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     from heedful.hf.tap import implementation, prepared
 
     with prepared(model), implementation(model, "eager"):
-        torch.manual_seed(2)
+        torch.manual_seed(0)  # as under the probe
         with Softmaxes() as seen:
             expected = floating_tensors(model(**inputs))
         own: list[torch.Tensor] = []
         try:
-            torch.manual_seed(2)
+            torch.manual_seed(0)  # as under the probe
             own = reported(model(**inputs, output_attentions=True))
         except Exception:
             own = []
@@ -423,7 +423,7 @@ def judged(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     outputs: list[Any] = []
     hook = model.register_forward_hook(lambda module, args, out: outputs.append(out))
     try:
-        torch.manual_seed(2)
+        torch.manual_seed(0)  # as under the probe
         extra = {"logits_to_keep": 0} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         hf.Probe(model)(
             {**inputs, **extra},
