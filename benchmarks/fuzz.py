@@ -640,13 +640,14 @@ def counts(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"all": of(found), "entries": {name: of(own) for name, own in entries.items()}}
 
 
-def write_summary(path: Path, files: list[Path], device: str) -> int:
+def write_summary(path: Path, files: list[Path], device: str, note: str = "") -> int:
     """Write what all these results come to, with the code and the versions; how many calls failed."""
     found = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
     every = list(chain.from_iterable(found.values()))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     seconds = sum(line["seconds"] for line in every)
     about = {
+        **({"note": note} if note else {}),
         "device": device if device == "cpu" else torch.cuda.get_device_name(device),
         "commit": commit.stdout.strip(),
         "versions": {"heedful": h.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -691,11 +692,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON lines, appended to; fuzz-SEED-DEVICE.jsonl by default")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write counts by entry to FILE, as JSON")
     parser.add_argument("--of", type=Path, nargs="+", help="run nothing: the summary is of these results")
+    parser.add_argument("--note", default="", help="a sentence for the summary")
     parser.add_argument("--only", metavar="SEED:CALL", help="run one call and print everything about it")
     given = parser.parse_args()
     _one_thread()
     if given.of and given.summary:
-        return int(write_summary(given.summary, given.of, given.device) > 0)
+        return int(write_summary(given.summary, given.of, given.device, given.note) > 0)
     if given.only:
         seed, call = map(int, given.only.split(":"))
         line = run(seed, call, given.device)
@@ -721,7 +723,7 @@ def main() -> int:
                 break
     print(summary(found))
     if given.summary:
-        write_summary(given.summary, [out], given.device)
+        write_summary(given.summary, [out], given.device, given.note)
     return int(any(line["verdict"] == "failed" for line in found))
 
 
