@@ -123,6 +123,15 @@ def peers_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *_ranges(answers), *_remarks(rows)])
 
 
+def _short(gain: float) -> str:
+    """Two digits.
+
+    >>> _short(1.44), _short(12.6), _short(137.0)
+    ('1.4', '13', '140')
+    """
+    return f"{gain:.2g}" if gain < 99.5 else f"{round(gain, 1 - len(str(int(gain))) + 1):.0f}"
+
+
 def _ranges(answers: Sequence[Row]) -> list[str]:
     """The range of each gain over the runs, by length, where there were several."""
     if max((a["runs"] for a in answers), default=1) < 2:
@@ -130,7 +139,10 @@ def _ranges(answers: Sequence[Row]) -> list[str]:
     body = [["", *(FORWARD, BOTH)]]
     for ours, against in dict.fromkeys((a["ours"], a["against"]) for a in answers):
         mine = [a for a in answers if (a["ours"], a["against"]) == (ours, against) and a["gain"]]
-        cells = [" · ".join(f"{a['gain']:.2g}–{a['most']:.2g}" for a in mine if a["pass"] == which) for which in PASSES]
+        cells = [
+            " · ".join(f"{_short(a['gain'])}–{_short(a['most'])}" for a in mine if a["pass"] == which)
+            for which in PASSES
+        ]
         body += [[f"{ours} against {against}", "", ""], ["", *cells]] if mine else []
     return ["", "Gains from the lowest to the highest run, by length:", *columns(body, "<<<")]
 
