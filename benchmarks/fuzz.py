@@ -62,7 +62,7 @@ from heedful.core import Mechanism, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap
 from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
 from heedful.kernels.iterated_inverse import iterated_inverse
-from heedful.mechanisms.featured import Featured
+from heedful.mechanisms.linear_base import LinearBase
 from heedful.mechanisms.nystrom import Nystrom, landmarks
 from heedful.random_features.maps import RandomFeatures
 from heedful.segments import Segments, allowed, from_lengths, resolve
@@ -345,7 +345,7 @@ def _check(made: Call, random: Random, device: str) -> set[str]:
 
 def _faint(made: Call) -> bool:
     """Whether a normaliser of elu + 1 may lie below 2^-95, which kernels on a GPU take for zero (see `Linear`)."""
-    maps = [part.feature_map for part in made.mechanism.modules() if isinstance(part, Featured) and part.normalise]
+    maps = [part.feature_map for part in made.mechanism.modules() if isinstance(part, LinearBase) and part.normalise]
     if not any(each.kernel_name == "elu1" for each in maps) or not made.q.numel() or not made.k.numel():
         return False
     return sum(min(float(x.amin()), 0.0) for x in (made.q, made.k)) < log(LEAST[torch.float32])
@@ -532,7 +532,7 @@ def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, seg
         of_queries, of_keys = (landmarks(x, attend.landmarks) for x in (q, k))
         Z = iterated_inverse(attend._between(of_queries, of_keys), attend.iterations)
         return Rounding(terms, max(float(Z.abs().sum(-1).max()), 1.0), exponent)
-    if not (isinstance(attend, Featured) and attend.normalise) or isinstance(attend.feature_map, LogFeatureMap):
+    if not (isinstance(attend, LinearBase) and attend.normalise) or isinstance(attend.feature_map, LogFeatureMap):
         return Rounding(terms, 1.0, exponent)
     features = copy.deepcopy(attend.feature_map).double()
     layout = resolve(segments, q.shape[-2], k.shape[-2])
@@ -556,10 +556,10 @@ def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
         return scale * longest
     if isinstance(made.mechanism, h.Perceiver):  # latents X ← X + M X may double in each round; scores have two of them
         return scale * longest * 4**made.mechanism.rounds
-    decay = made.mechanism.log_decay() if isinstance(made.mechanism, Featured) else None
+    decay = made.mechanism.log_decay() if isinstance(made.mechanism, LinearBase) else None
     if decay is not None:  # λ^(i − j) = exp(b_i − b_j), b being a sum over at most a chunk
         return min(CHUNK, k.shape[-2]) * float(decay.abs().max())
-    if isinstance(made.mechanism, Featured) and not isinstance(made.mechanism.feature_map, LogFeatureMap):
+    if isinstance(made.mechanism, LinearBase) and not isinstance(made.mechanism.feature_map, LogFeatureMap):
         return 0.0
     return scale * float((q @ k.mT).abs().max())
 

@@ -108,7 +108,7 @@ def compare(name: str, lengths: list[int], texts: dict[str, str], every: int) ->
 def scanned(model, tokenizer, lengths: list[int], texts: dict[str, str], every: int) -> list[dict]:
     """The ranks that a scan gives."""
     from heedful import hf
-    from heedful.scan.work import survey
+    from heedful.scan.worker import survey
 
     calls = survey(hf.Probe(model), hf.encode(model, tokenizer, next(iter(texts.values())), min(lengths)))
     layers = [call["layer"] for call in calls][::every]

@@ -87,8 +87,8 @@ def wait_until_it_measures(process: subprocess.Popen, out: Path, begun: float) -
 
 
 def equal(whole: Path, killed: Path) -> bool:
-    from heedful.records import UNTIMED
     from heedful.scan import Scan
+    from heedful.store import UNTIMED
 
     one, two = Scan.open(whole), Scan.open(killed)
     drafts = [path for path in killed.rglob("*") if path.name.startswith(".draft")]

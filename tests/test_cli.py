@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import heedful
-from heedful import cli
+from heedful.cli.app import app
+from heedful.cli.catalogue_markdown import catalogue_markdown
+from heedful.cli.mechanism_facts import SMALL_WIDTH
 from heedful.mechanisms import CATALOG
-from heedful.show.markdown import catalogue_markdown
-from heedful.show.page import SMALL_WIDTH
 
 FACTS = {
     "name", "family", "summary", "paper", "year", "complexity", "causal", "causal_is_optional", "streaming", "kernels"
@@ -28,9 +28,7 @@ QUICK = ("--n", 256)
 
 
 def run(*arguments, columns=80):
-    return CliRunner().invoke(
-        cli.app, [str(one) for one in arguments], env={"COLUMNS": str(columns)}, prog_name="heedful"
-    )
+    return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": str(columns)}, prog_name="heedful")
 
 
 def said(result):
@@ -54,7 +52,7 @@ def test_version():
 
 LIGHT = """
 import os, sys
-from heedful.cli import app, main
+from heedful.cli.app import main
 
 def run(*arguments):
     sys.argv = ["heedful", *arguments]
@@ -103,7 +101,7 @@ def test_everything_fits_eighty_columns(arguments):
     assert not re.search(r"\w…", result.output), "a word was cut off"
 
 
-@pytest.mark.parametrize("command", [command.name for command in cli.app.registered_commands])
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
 def test_the_help_of_every_command_fits_eighty_columns(command):
     result = run(command, "--help")
     assert result.exit_code == 0 and f"Usage: heedful {command}" in result.output

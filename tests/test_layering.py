@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1] / "src" / "heedful"
 LAYERS = [
     {"shapes", "constants"},
     {"patterns", "segments", "feature_maps", "random_features", "kernels"},
-    {"inputs", "core", "operator"},
+    {"validation", "core", "operator"},
     {"mechanisms"},
-    {"trimmed", "linalg", "measures", "nn", "testing", "notices", "records", "report", "engine", "plan"},
+    {"column_slabs", "linalg", "measures", "nn", "testing", "notices", "store", "report", "executor", "plan"},
     {"hf", "theory", "scan", "studies", "bench"},
-    {"library", "show"},
+    {"library"},
     {"cli", "__main__"},
 ]
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
@@ -30,11 +30,10 @@ MAY_IMPORT = {
     "kernels": {"triton"},
     "hf": {"transformers", "huggingface_hub", "accelerate", "peft", "safetensors"},
     "report": {"polars"},
-    "records": {"polars"},
+    "store": {"polars"},
     "scan": {"polars"},
     "studies": {"polars", "sacrebleu", "tokenizers", "safetensors"},
-    "show": {"rich", "polars"},
-    "cli": {"typer"},
+    "cli": {"typer", "rich", "polars"},
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import heedful as h
 from heedful.core import check_inputs
-from heedful.mechanisms.scored import Cache
+from heedful.mechanisms.score_base import Cache
 from heedful.segments import resolve, visible
 from heedful.testing import CHECKS, Case, DoesNotApply, FlopCounter, UnknownOperation, check_mechanism, examine
 

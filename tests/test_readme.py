@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heedful.show.markdown import catalogue_markdown
+from heedful.cli.catalogue_markdown import catalogue_markdown
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {"README.md": "en", "README.zh-CN.md": "zh"}

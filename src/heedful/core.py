@@ -18,7 +18,6 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from heedful.inputs import check_inputs, forget_device
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
@@ -26,6 +25,7 @@ from heedful.operator import AttentionOperator, Walked
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs, forget_device
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -255,7 +255,7 @@ class RecurrentMechanism(Mechanism):
         import torch
 
         import heedful as h
-        from heedful.inputs import check_inputs, check_token
+        from heedful.validation import check_inputs, check_token
         from heedful.segments import in_last, per_segment, resolve, visible
         from heedful.testing import check_mechanism
 

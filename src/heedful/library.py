@@ -15,7 +15,6 @@ from heedful.feature_maps import (
     Relu,
     Taylor,
 )
-from heedful.inputs import check_finite
 from heedful.kernels.dispatch import backend
 from heedful.measures import (
     concentration,
@@ -74,6 +73,7 @@ from heedful.patterns import (
     forest,
 )
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
+from heedful.validation import check_finite
 
 __all__ = [
     "CATALOG",

@@ -32,8 +32,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from heedful.column_slabs import Trimmed
 from heedful.shapes import Float, Int, Tensor
-from heedful.trimmed import Trimmed
 
 LOST = 8  # epsilons: a direction that is no longer is rounding
 GRAM_LINES = 48  # of a Gram matrix that are made at a time at least: fewer cost more each

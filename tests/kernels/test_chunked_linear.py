@@ -448,12 +448,12 @@ def test_sizes_choose_the_launches():
 
 def test_short_sequences_take_one_launch_each_way(monkeypatch):
     fused = _triton_form()
-    from heedful.kernels import rehearsal
+    from heedful.kernels import parallel_compile
 
     real, keys = fused.launches.launch, []
 
     def launch(plan, key, *rest):
-        if not rehearsal.UNDER_WAY.get():  # the first call of a process compiles both passes before it launches them
+        if not parallel_compile.UNDER_WAY.get():  # a first call compiles before it launches
             keys.append(key)
         return real(plan, key, *rest)
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful as h
+from heedful.column_slabs import Trimmed
 from heedful.kernels.blocked import tiles as scheduler
 from heedful.kernels.row_statistics import reference
 from heedful.kernels.row_statistics.sums import Request
-from heedful.measures.places import Places
+from heedful.measures.key_index import Places
 from heedful.segments import resolve, visible
-from heedful.trimmed import Trimmed
 
 N, D, HEADS = 41, 8, 2
 OFFSETS = (-3, -1, 0, 1, 2)

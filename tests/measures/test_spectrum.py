@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import heedful as h
 from heedful import linalg
-from heedful.measures import launched, numerical_rank, row_correlation, search, tail
+from heedful.column_slabs import Trimmed
+from heedful.measures import gpu_sketch, numerical_rank, row_correlation, search, tail
 from heedful.scan.baseline import BUDGET
-from heedful.trimmed import Trimmed
 
 ROUTES = {
     "exact": {},
@@ -463,9 +463,9 @@ def test_columns_made_orthonormal_by_products():
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(2, 500, 7, generator=generator))[0].mT
     x = torch.randn(2, 500, 20, generator=generator)
-    x = launched.without(launched.without(x, basis), basis)
-    rows, factor, made = launched.orthonormal_rows(x, x.double().norm(dim=(-2, -1)))
-    assert launched.sound(made, [20], 1e-7).all() and ((rows @ rows.mT - torch.eye(20)).abs() < 1e-12).all()
+    x = gpu_sketch.without(gpu_sketch.without(x, basis), basis)
+    rows, factor, made = gpu_sketch.orthonormal_rows(x, x.double().norm(dim=(-2, -1)))
+    assert gpu_sketch.sound(made, [20], 1e-7).all() and ((rows @ rows.mT - torch.eye(20)).abs() < 1e-12).all()
     assert (basis.double() @ rows.mT).abs().max() < 1e-5
     assert torch.allclose(factor @ rows, x.double().mT, atol=1e-10)  # the same span
 
@@ -473,22 +473,22 @@ def test_columns_made_orthonormal_by_products():
 def test_columns_that_depend_on_each_other_are_not_made_orthonormal_by_products():
     x = torch.randn(4, 500, 20, generator=torch.Generator().manual_seed(0))
     size = x.double().norm(dim=(-2, -1))
-    well = launched.orthonormal_rows(x[..., :8], size)[2]
+    well = gpu_sketch.orthonormal_rows(x[..., :8], size)[2]
     x[1, :, 3] = x[1, :, 4] * (1 + 1e-7)
     x[2] *= 0
     x[3] *= 1e-7  # what is left of it is rounding
-    ill = launched.orthonormal_rows(x, size)[2]
-    assert launched.sound(well, [8], 1e-7).all()
+    ill = gpu_sketch.orthonormal_rows(x, size)[2]
+    assert gpu_sketch.sound(well, [8], 1e-7).all()
     for order in ((well, ill), (ill, well)):
         blocks = [made.lengths.shape[-1] for made in order]
-        made = launched._Made(*(torch.cat(parts, -1) for parts in zip(*order, strict=True)))
-        assert launched.sound(made, blocks, 1e-7).tolist() == [True, False, False, False]
+        made = gpu_sketch._Made(*(torch.cat(parts, -1) for parts in zip(*order, strict=True)))
+        assert gpu_sketch.sound(made, blocks, 1e-7).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("shape", [(300, 320), (2, 300, 300), (2, 1, 250, 250)])
 def test_a_launched_sketch_is_the_same_sketch(shape):
     a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).tril()
-    one, two = linalg.Sketch(a, block=16, most=88), launched.LaunchedSketch(a, block=16, most=88)
+    one, two = linalg.Sketch(a, block=16, most=88), gpu_sketch.LaunchedSketch(a, block=16, most=88)
     for width in (32, 88):  # the last block is half as wide
         while one.width < width:
             one.grow()
@@ -520,7 +520,7 @@ class Unformed:
 def test_heads_that_products_alone_do_not_do_for_are_sketched_with_care(formed):
     plain = torch.randn(60, 60, generator=torch.Generator().manual_seed(0)).tril()
     a = torch.stack([torch.ones(60, 60), plain, torch.ones(60, 60)])
-    sketch = launched.LaunchedSketch(a if formed else Unformed(a), block=8, most=32)
+    sketch = gpu_sketch.LaunchedSketch(a if formed else Unformed(a), block=8, most=32)
     known = linalg.Sketch(a, block=8, most=32)
     for width in (24, 32):
         while sketch.width < width:
@@ -535,7 +535,7 @@ def test_heads_that_products_alone_do_not_do_for_are_sketched_with_care(formed):
         torch.testing.assert_close(inner, torch.eye(width).expand_as(inner), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [linalg.Sketch, launched.LaunchedSketch])
+@pytest.mark.parametrize("kind", [linalg.Sketch, gpu_sketch.LaunchedSketch])
 def test_heads_taken_out_of_a_sketch_go_on_as_before(kind):
     a = torch.randn(3, 200, 200, generator=torch.Generator().manual_seed(0)).tril()
     whole, part = (kind(Trimmed.of(a) if kind is linalg.Sketch else a, block=8, most=40) for _ in range(2))

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from heedful.records import ROWS, Run
 from heedful.scan import Scan
+from heedful.store import ROWS, Run
 
 SORTS = ("previous", "sink", "low rank", "content")
 HOSTILE = "</script><script>alert(1)</script>"

@@ -265,7 +265,7 @@ def test_paired_differences_are_those_of_the_scans(scan, tmp_path):
 
 
 def told_in_the_terminal(scan) -> str:
-    from heedful.show.scanning import print_scan
+    from heedful.cli.scan_terminal import print_scan
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         print_scan(scan, width=4000)

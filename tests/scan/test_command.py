@@ -11,8 +11,7 @@ import tiny
 import torch
 from typer.testing import CliRunner
 
-from heedful import records
-from heedful.cli import app
+from heedful.cli.app import app
 from heedful.scan import Scan, run
 
 

@@ -20,13 +20,13 @@ import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
 from heedful.hf.calls import difference
-from heedful.records import UNTIMED, AnotherScan, Damaged, Run
 from heedful.scan import Scan, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Unit
-from heedful.scan.work import Worker
+from heedful.scan.worker import Worker
+from heedful.store import UNTIMED, AnotherScan, Damaged, Run
 
 
 def timeless(found: Scan) -> pl.DataFrame:
@@ -308,17 +308,17 @@ def test_lost_parts_of_a_scan_that_is_precise_are_made_again_and_nothing_else(mo
 
 def _scan_in_a_process(folder: str, log: str) -> None:
     """Every unit that is begun leaves a line in the log."""
-    from heedful.scan import work
+    from heedful.scan import worker
 
     torch.set_num_threads(1)
-    begin = work.Worker.__call__
+    begin = worker.Worker.__call__
 
     def logged(self, unit):
         with open(log, "a") as file:
             file.write(f"{unit.text}-{unit.length}\n")
         return begin(self, unit)
 
-    work.Worker.__call__ = logged
+    worker.Worker.__call__ = logged
     scan(tiny.llama(), None, tiny.ids(6, 24), lengths=[16, 24], out=folder, resume=True)
 
 

@@ -10,7 +10,7 @@ import toys
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from heedful import cli
+from heedful.cli import app as cli
 from heedful.theory import run as runner
 
 FIELDS = {

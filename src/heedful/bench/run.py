@@ -28,7 +28,7 @@ from heedful.bench.plot import crossover_svg
 from heedful.bench.rows import Journal, Row, provenance
 from heedful.bench.setting import PASSES, Setting
 from heedful.bench.timing import Pace
-from heedful.engine import using
+from heedful.executor import using
 from heedful.mechanisms import CATALOG
 
 TABLES = ("peers", "growth", "memory")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from heedful.show.messages import print_mistake
+from heedful.cli.messages import print_mistake
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

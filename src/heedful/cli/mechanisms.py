@@ -1,4 +1,4 @@
-"""`heedful list` and `heedful show`: the catalogue of mechanisms."""
+"""`heedful list` and `heedful.cli`: the catalogue of mechanisms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from heedful.cli.answers import AsJson, check_limits, fail, print_json
 
 if TYPE_CHECKING:
-    from heedful.show.page import Page
+    from heedful.cli.mechanism_facts import Page
 
 
 def list_command(
@@ -26,10 +26,10 @@ def list_command(
     streams     can go token by token, as a decoder does
     kernels     implementations to choose from, the preferred one first
     """
+    from heedful.cli import terminal
+    from heedful.cli.catalogue_markdown import catalogue_markdown
+    from heedful.cli.mechanism_facts import catalogue
     from heedful.mechanisms import CATALOG
-    from heedful.show import terminal
-    from heedful.show.markdown import catalogue_markdown
-    from heedful.show.page import catalogue
 
     families = list(dict.fromkeys(entry.family for entry in CATALOG.values()))
     if family is not None and family not in families:
@@ -63,20 +63,20 @@ def show_command(
     enough to be seen on a few dozen of them.
 
     \b
-    heedful show window-sinks --n 16384 --option before=1024
-    heedful show bigbird --tokens 96 --png bigbird.png
-    heedful show softmax --option "pattern=Window(8, sinks=1)"
+    heedful.cli window-sinks --n 16384 --option before=1024
+    heedful.cli bigbird --tokens 96 --png bigbird.png
+    heedful.cli softmax --option "pattern=Window(8, sinks=1)"
     """
+    from heedful.cli import terminal
+    from heedful.cli.mechanism_facts import Page
+    from heedful.cli.options import read_options
     from heedful.mechanisms import CATALOG, build
-    from heedful.show import terminal
-    from heedful.show.options import read_options
-    from heedful.show.page import Page
 
     tokens = (24 if name is None else 32) if tokens is None else tokens
     check_limits({"--n": n, "--d": d, "--heads": heads, "--tokens": tokens, "--seed": seed})
     if name is None:
         if option or png:
-            fail(f"{'--option' if option else '--png'} needs the name of one mechanism, as in `heedful show softmax`.")
+            fail(f"{'--option' if option else '--png'} needs the name of one mechanism, as in `heedful.cli softmax`.")
         everything = [Page(entry, {}, n, d, heads, tokens, seed) for entry in CATALOG.values()]
         if as_json:
             print_json([page.as_json() for page in everything])
@@ -99,7 +99,7 @@ def show_command(
 
 
 def _save(page: Page, path: Path) -> None:
-    from heedful.show import picture
+    from heedful.cli import picture
 
     try:
         picture.to_png(page.matrix, path, f"{page.entry.name}: {page.entry.summary}", page.drawn)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from heedful.cli.answers import AsJson, check_limits, fail, print_json
-from heedful.show.messages import print_notice, waiting
+from heedful.cli.messages import print_notice, waiting
 
 
 def scan_command(
@@ -87,10 +87,10 @@ def scan_command(
     with _told(), _noted():
         with waiting("importing torch and transformers", shown=not as_json) as tell_what:
             from heedful import hf
+            from heedful.cli.scan_terminal import print_scan, progress_bar
             from heedful.hf.load import quiet
             from heedful.scan import scan
             from heedful.scan.memory import keep_pages, parse
-            from heedful.show.scanning import print_scan, progress_bar
 
             quiet()
             keep_pages()

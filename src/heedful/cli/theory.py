@@ -37,7 +37,7 @@ def theory_command(
     heedful theory --chapter low-rank --failed
     heedful theory --all --html runs/theory.html --language zh
     """
-    from heedful.show.theory import theory
+    from heedful.cli.theory_run import theory
 
     if jobs < 0 or limit < 0:
         fail(f"{'--jobs' if jobs < 0 else '--limit'}: expected a number above 0.")

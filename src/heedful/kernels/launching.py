@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from heedful.kernels import rehearsal
+from heedful.kernels import parallel_compile
 
 INTERPRETED = triton.knobs.runtime.interpret
 # A float32 is the sum of three bfloat16, and of the nine products the three least are below its last bit. Tensor cores
@@ -27,8 +27,8 @@ def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[]
     """
     known = ready.get(key)
     if known is None:
-        if rehearsal.UNDER_WAY.get():
-            rehearsal.compile_only(pointers, *describe())
+        if parallel_compile.UNDER_WAY.get():
+            parallel_compile.compile_only(pointers, *describe())
             return
         known = first(pointers, *describe())
         if known is not None:

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from heedful.column_slabs import Trimmed
 from heedful.linalg import Matrices
 from heedful.measures.render import Measurement
 from heedful.measures.rows import RowStatistics, check_operator, over_rows, statistics_into
@@ -21,7 +22,6 @@ from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
 from heedful.patterns import Pattern
 from heedful.shapes import Float, Tensor
-from heedful.trimmed import Trimmed
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from heedful.kernels.row_statistics.sums import Band, Receiver, Request, RowSums
-from heedful.measures.places import Places
+from heedful.measures.key_index import Places
 from heedful.measures.render import Measurement, altair, indices
 from heedful.measures.rows import check_count, check_operator, checked_sums
 from heedful.operator import AttentionOperator

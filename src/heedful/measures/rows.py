@@ -22,7 +22,7 @@ from math import isfinite
 import torch
 
 from heedful.kernels.row_statistics.sums import Request, RowSums
-from heedful.measures.places import Places
+from heedful.measures.key_index import Places
 from heedful.measures.render import Measurement, by_query
 from heedful.operator import AttentionOperator
 from heedful.segments import resolve

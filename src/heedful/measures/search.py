@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from heedful import linalg
+from heedful.column_slabs import Pages, Trimmed
 from heedful.kernels.row_statistics.sums import Request
-from heedful.measures.goals import BLOCK, Goal, Profile
-from heedful.measures.launched import LaunchedSketch
+from heedful.measures.gpu_sketch import LaunchedSketch
+from heedful.measures.stopping import BLOCK, Goal, Profile
 from heedful.measures.tail import spread
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
-from heedful.trimmed import Pages, Trimmed
 
 EXACT = 512  # shorter side up to which the full decomposition is cheapest
 FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32

@@ -26,7 +26,6 @@ import torch
 from torch.nn.functional import pad
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
-from heedful.inputs import check_inputs
 from heedful.kernels.fixed_heads import fixed_heads
 from heedful.kernels.fixed_heads.reference import APART
 from heedful.kernels.prefix import weighted_prefix_mean
@@ -34,6 +33,7 @@ from heedful.kernels.prefix.reference import BLOCK, weighted_mean
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Layout, Segments, in_last, nothing_seen, resolve
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
 

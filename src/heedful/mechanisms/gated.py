@@ -20,19 +20,19 @@ from torch import nn
 
 from heedful.core import Cost, Dims
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
-from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.gated_linear.reference import CHUNK
-from heedful.mechanisms.featured import Featured
+from heedful.mechanisms.linear_base import LinearBase
 from heedful.patterns import Causal
 from heedful.segments import resolve, visible
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 GATES = ("channel", "head")
 
 
-class GatedLinear(Featured):
+class GatedLinear(LinearBase):
     """Linear attention whose state fades by a learned function of each key.
 
     >>> import torch, heedful as h

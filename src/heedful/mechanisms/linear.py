@@ -9,11 +9,11 @@ cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 from __future__ import annotations
 
 from heedful.feature_maps import Elu1, FeatureMap
-from heedful.mechanisms.featured import Featured
+from heedful.mechanisms.linear_base import LinearBase
 from heedful.patterns import Causal, Pattern
 
 
-class Linear(Featured):
+class Linear(LinearBase):
     """Attention in O(n): sums of features instead of rows of scores.
 
     >>> import torch, heedful as h

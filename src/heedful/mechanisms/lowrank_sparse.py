@@ -25,16 +25,16 @@ import torch.nn.functional as F
 
 from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import LogFeatureMap
-from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import attend_to_logs
 from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
-from heedful.mechanisms.featured import _log_products, _state_dtype
+from heedful.mechanisms.linear_base import _log_products, _state_dtype
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features.maps import RandomFeatures
 from heedful.segments import in_last, per_segment, positions, resolve, take_tokens, visible
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
+from heedful.validation import check_inputs, check_token
 
 Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
 """The output of a part, and the logarithm of its normaliser."""

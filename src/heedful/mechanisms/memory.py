@@ -24,15 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import BUDGET, Tile, pick, with_axes
 from heedful.kernels.dispatch import Backend, Kernel, as_given
-from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.score_base import ScoreBase
 from heedful.mechanisms.top_k import largest
 from heedful.patterns import Causal, Window
 from heedful.segments import visible
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(some, scores.masked_fill(~some, 0).softmax(-1), 0), some
 
 
-class ExternalMemory(Scored):
+class ExternalMemory(ScoreBase):
     """Attention to the last keys, and to the k nearest of all those before.
 
     >>> import torch, heedful as h

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
-from heedful.inputs import check_inputs
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 Piece = tuple[Mechanism, slice, slice]
 

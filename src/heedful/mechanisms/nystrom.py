@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 
 from heedful.core import Cost, Dims, Mechanism
-from heedful.inputs import check_inputs
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.iterated_inverse import inverse_products, inverse_times, iterated_inverse
@@ -24,6 +23,7 @@ from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import nothing_seen, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 
 class Nystrom(Mechanism):

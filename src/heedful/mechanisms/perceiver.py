@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism
-from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, differ_by_head, nothing_seen, of_head, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 Weights = tuple[Tensor, Tensor, Tensor]
 """L (*h, r, d), and W and U (*h, t, d, d)."""

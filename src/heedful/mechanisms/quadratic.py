@@ -21,14 +21,14 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
-from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.score_base import ScoreBase
 from heedful.patterns import Causal, Pattern
 from heedful.segments import visible
 from heedful.shapes import Tensor
+from heedful.validation import check_inputs
 
 Normaliser = Literal["l1", "l2", "length"]
 
@@ -89,7 +89,7 @@ def _or_one(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1)
 
 
-class Quadratic(Scored):
+class Quadratic(ScoreBase):
     """Weights f(scale · q·k), by default relu² over the number of visible keys.
 
     >>> import torch, heedful as h

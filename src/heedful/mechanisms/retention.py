@@ -15,12 +15,12 @@ import torch
 
 from heedful.constants import rounded_anew
 from heedful.feature_maps import Elu1, FeatureMap, Identity
-from heedful.mechanisms.featured import Featured
+from heedful.mechanisms.linear_base import LinearBase
 from heedful.patterns import Causal
 from heedful.shapes import Float, Tensor
 
 
-class Retention(Featured):
+class Retention(LinearBase):
     """Linear attention with decay: one λ for all heads, or one for each.
 
     >>> import torch, heedful as h

@@ -15,19 +15,19 @@ from functools import cache
 import torch
 from torch import nn
 
-from heedful.inputs import check_inputs, finite_is_required
 from heedful.kernels.dispatch import as_given, asked_for
 from heedful.kernels.row_statistics import row_statistics
 from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.score_base import ScoreBase
 from heedful.operator import Walked
 from heedful.patterns import Causal, Pattern
 from heedful.segments import resolve, visible
 from heedful.shapes import Float, Tensor
+from heedful.validation import check_inputs, finite_is_required
 
 
-class Softmax(Scored):
+class Softmax(ScoreBase):
     """Exact softmax attention.
 
     >>> import torch, heedful as h

@@ -14,11 +14,11 @@ from heedful.core import Cost, Dims, Mechanism
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.strided import strided
 from heedful.kernels.strided.reference import Shape
-from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.score_base import ScoreBase
 from heedful.mechanisms.softmax import Softmax
 
 
-class StridedSoftmax(Scored):
+class StridedSoftmax(ScoreBase):
     """Softmax over every `stride`-th key, and over the nearest `window` keys, in O(N · (N / stride + window)).
 
     >>> import torch, heedful as h

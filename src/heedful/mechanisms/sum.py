@@ -19,9 +19,9 @@ from torch import nn
 
 from heedful.constants import rounded_anew
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
-from heedful.inputs import check_inputs
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
 from heedful.shapes import Float, Tensor, broadcast_shapes
+from heedful.validation import check_inputs
 
 Gate = Literal["sigmoid", "softmax"]
 

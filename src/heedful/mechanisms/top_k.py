@@ -16,14 +16,14 @@ from math import inf
 
 import torch
 
-from heedful.inputs import check_inputs
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
-from heedful.mechanisms.scored import Scored
+from heedful.mechanisms.score_base import ScoreBase
 from heedful.patterns import Causal, Pattern
 from heedful.segments import visible
 from heedful.shapes import Bool, Float, Tensor
+from heedful.validation import check_inputs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
     return kept
 
 
-class TopK(Scored):
+class TopK(ScoreBase):
     """Softmax over the k largest visible scores of each query.
 
     >>> import torch, heedful as h

@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 
 from heedful.core import Cost, Dims, Mechanism
-from heedful.inputs import check_inputs
 from heedful.kernels.dispatch import as_given
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Full
 from heedful.segments import Segments, per_segment
 from heedful.shapes import Float, Tensor
+from heedful.validation import check_inputs
 
 
 class TruncatedSVD(Mechanism):

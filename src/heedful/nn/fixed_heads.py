@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from heedful.core import Cost, Dims, Mechanism
-from heedful.inputs import check_inputs
 from heedful.mechanisms import FixedPattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor
+from heedful.validation import check_inputs
 
 
 class FixedHeads(Mechanism):

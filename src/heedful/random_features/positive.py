@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.constants import rounded_anew
 from heedful.feature_maps import LinearLogs, LogFeatureMap
-from heedful.kernels.kept import kept
+from heedful.kernels.tensor_cache import kept
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
 from heedful.random_features.maps import RandomFeatures
 from heedful.shapes import Float, Tensor

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from heedful.column_slabs import Trimmed
 from heedful.hf.calls import Call
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.linalg import Matrices
@@ -35,17 +36,16 @@ from heedful.measures import (
     spectrum,
     stable_rank,
 )
-from heedful.measures.goals import BLOCK
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, PositionalPattern, pattern_of
 from heedful.measures.rows import check_sums, over_rows
 from heedful.measures.search import FORMED, block_of, pays_to_form
+from heedful.measures.stopping import BLOCK
 from heedful.operator import AttentionOperator
-from heedful.records import OFFSETS
 from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
 from heedful.segments import Layout, visible
 from heedful.shapes import Tensor
-from heedful.trimmed import Trimmed
+from heedful.store import OFFSETS
 
 Matrix = AttentionOperator | Matrices
 """The weights of some heads: as a map, as they are, or in slabs."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import polars as pl
 import torch
 
-from heedful import records
+from heedful import store
 from heedful.notices import too_few
-from heedful.records import NUMBERS, RANK, Run
 from heedful.scan.answer import BASE, Answer, answer, compared, number
 from heedful.scan.statistics import Mean, bootstrap, exponent
 from heedful.shapes import Tensor
+from heedful.store import NUMBERS, RANK, Run
 
 Language = Literal["en", "zh"]
 POSITIONAL = frozenset(
@@ -76,7 +76,7 @@ class Scan:
         """One row for each text, length, layer and head. Texts that were read whole are all under their mean length."""
         found = self._run.rows()
         if found.is_empty():
-            raise records.Broken(f"{self.folder}: no records yet. Resume the scan.")
+            raise store.Broken(f"{self.folder}: no records yet. Resume the scan.")
         return self._under_one_length(found)
 
     def _under_one_length(self, rows: pl.DataFrame) -> pl.DataFrame:
@@ -86,7 +86,7 @@ class Scan:
         return rows.with_columns(pl.lit(round(float(mean)), dtype=pl.Int64).alias("length"))  # type: ignore[arg-type]
 
     def thumbnails(self) -> pl.DataFrame:
-        """Small pictures of the heads on the first text, at each length: see `records.THUMBNAILS`."""
+        """Small pictures of the heads on the first text, at each length: see `store.THUMBNAILS`."""
         return self._under_one_length(self._run.thumbnails())
 
     @cached_property
@@ -166,7 +166,7 @@ class Scan:
         names = (["text"], ["length"], ["layer", "head"])
         keys = [self.rows.select(*each).unique(maintain_order=True) for each in names]
         whole = keys[0].join(keys[1], how="cross").join(keys[2], how="cross")
-        whole = whole.join(self.rows.select(*records.KEY, column), on=list(records.KEY), how="left").sort(*records.KEY)
+        whole = whole.join(self.rows.select(*store.KEY, column), on=list(store.KEY), how="left").sort(*store.KEY)
         return _cube(whole, [column]).reshape(len(keys[0]), len(keys[1]), -1)
 
     def mean(self, column: str, length: int | None = None, layers: Callable[[int], bool] | None = None) -> Mean:
@@ -183,7 +183,7 @@ class Scan:
         Where both were scanned together (`against`), `delta_rank90` and so on are of ΔA = A₁ − A₂ itself, and
         `delta_relative` is ‖ΔA‖ / ‖A₁‖.
         """
-        apart, key = self.paired(other), list(records.KEY)
+        apart, key = self.paired(other), list(store.KEY)
         table = pl.concat([_means(length, rows, COMPARED) for length, rows in _by_length(apart)])
         delta = (
             self._under_one_length(self._run.delta())
@@ -192,7 +192,7 @@ class Scan:
         )
         if delta is None or delta.is_empty():
             return table
-        names = [name for name in records.DELTA if name not in (*key, *BOUNDS)]
+        names = [name for name in store.DELTA if name not in (*key, *BOUNDS)]
         delta = pl.concat([_means(length, rows, names) for length, rows in _by_length(delta)])
         delta = delta.drop("texts").rename(lambda name: name if name in key else f"delta_{name}")
         return table.join(delta, on=["length", "layer", "head"], how="left").sort("length", "layer", "head")
@@ -203,7 +203,7 @@ class Scan:
         shared = [text["id"] for text in self.manifest["texts"] if known.get(text["id"]) == text["sha256"]]
         if not shared:
             raise ValueError("compare: the two scans share no text. Expected the same texts in both.")
-        key = list(records.KEY)
+        key = list(store.KEY)
         pairs = self.rows.join(other.rows, on=key, suffix="_other").filter(pl.col("text").is_in(shared))
         if pairs.is_empty():
             raise ValueError("compare: the two scans share no length, layer and head. Likely cause: other lengths.")
@@ -248,7 +248,7 @@ def _cube(rows: pl.DataFrame, columns: list[str]) -> Tensor:
     texts = rows["text"].n_unique()
     flat = torch.tensor(rows.select(pl.col(columns).cast(pl.Float64).fill_null(float("nan"))).to_numpy())
     if len(flat) % texts:
-        raise records.Broken("rows: texts have different numbers of heads. Likely cause: part files of two scans.")
+        raise store.Broken("rows: texts have different numbers of heads. Likely cause: part files of two scans.")
     return flat.reshape(texts, -1, len(columns))
 
 

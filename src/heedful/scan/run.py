@@ -23,12 +23,11 @@ import torch
 from torch import nn
 
 import heedful
-from heedful import engine as engines
+from heedful import executor as executors
 from heedful import hf
 from heedful.hf import Refused
 from heedful.hf.modules import out_of_sight
 from heedful.hf.weights import loaded
-from heedful.records import RANK, Run
 from heedful.scan.answer import FEWEST
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
@@ -36,8 +35,9 @@ from heedful.scan.memory import lifted, limited
 from heedful.scan.result import Scan
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
-from heedful.scan.work import Result, Worker, survey
+from heedful.scan.worker import Result, Worker, survey
 from heedful.shapes import Tensor
+from heedful.store import RANK, Run
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
@@ -58,7 +58,7 @@ def scan(
     against: nn.Module | tuple[nn.Module, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    engine: engines.Engine = "local",
+    engine: executors.Engine = "local",
     address: str | None = None,
     workers: int | None = None,
     memory: int | None = None,
@@ -94,7 +94,7 @@ def scan(
     """
     how = Measuring(seed=seed, values=values, budget=budget)
     _check(lengths, layers, precision, how)
-    engines.check(engine, address, workers)
+    executors.check(engine, address, workers)
     lengths = tuple(sorted(set(lengths or ())))
     if texts is None:
         lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
@@ -122,7 +122,7 @@ def scan(
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
         worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
         gpus = int(torch.device(device).type == "cuda")
-        work = engines.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
+        work = executors.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
         for result in work:
             with lifted():
                 _write(result, run, beside)

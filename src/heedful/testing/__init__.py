@@ -132,7 +132,7 @@ def check_mechanism(
         import torch
 
         import heedful as h
-        from heedful.inputs import check_inputs
+        from heedful.validation import check_inputs
         from heedful.segments import per_segment, visible
         from heedful.testing import check_mechanism
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from heedful.core import RecurrentMechanism
-from heedful.inputs import check_finite
 from heedful.testing.case import Case, assert_agrees, assert_same, oracles, with_gradients
+from heedful.validation import check_finite
 
 
 def compiled_equals_eager(case: Case) -> None:

@@ -3,7 +3,7 @@
     plan = Plan(Path("runs/theory"), ids=("T11.23", "C11.9"))
     records = run(plan)
 
-A record is a claim and what became of it, in plain data; `records.py` says what is in it.
+A record is a claim and what became of it, in plain data; `store.py` says what is in it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear.triton_rows import rows_of
 from heedful.kernels.launching import INTERPRETED, columns, over, power, precision, up
-from heedful.kernels.states import layout
+from heedful.kernels.state_slots import layout
 
 
 class Config(NamedTuple):

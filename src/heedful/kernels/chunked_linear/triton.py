@@ -44,10 +44,10 @@ from heedful.kernels import launching
 from heedful.kernels.chunked_linear import launches, reference, triton_backward, triton_forward
 from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, exp_state, runs, turns_of
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
-from heedful.kernels.rehearsal import rehearse
-from heedful.kernels.states import fill, state_in, tokens
+from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.state_slots import fill, state_in, tokens
+from heedful.kernels.tensor_cache import kept
 
 WIDEST = 256
 

@@ -15,7 +15,7 @@ from heedful.kernels.chunked_linear.triton_walk import (
     state_before,
     weigh,
 )
-from heedful.kernels.tiles import features, pulled, read, write
+from heedful.kernels.triton_tiles import features, pulled, read, write
 
 
 @triton.jit

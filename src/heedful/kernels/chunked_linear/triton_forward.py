@@ -8,7 +8,7 @@ import triton.language as tl
 
 from heedful.kernels.arithmetic import link, reciprocal
 from heedful.kernels.chunked_linear.triton_walk import clock, hold_state, own_columns, state_before, weigh
-from heedful.kernels.tiles import features, read, write
+from heedful.kernels.triton_tiles import features, read, write
 
 
 @triton.jit

@@ -42,8 +42,8 @@ from heedful.kernels.chunked_linear.features import LinearState, runs
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.gated_linear import reference, triton_backward, triton_forward
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
-from heedful.kernels.rehearsal import rehearse
-from heedful.kernels.states import fill, layout, state_in, tokens
+from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.state_slots import fill, layout, state_in, tokens
 from heedful.kernels.uncompiled import uncompiled
 
 WIDEST = 128

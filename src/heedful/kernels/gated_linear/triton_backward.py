@@ -24,7 +24,7 @@ from heedful.kernels.gated_linear.triton_gates import (
     sums_of,
     tokens_of,
 )
-from heedful.kernels.tiles import pulled, read, write
+from heedful.kernels.triton_tiles import pulled, read, write
 
 
 @triton.jit

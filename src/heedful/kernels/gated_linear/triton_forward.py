@@ -22,7 +22,7 @@ from heedful.kernels.gated_linear.triton_gates import (
     places_of,
     tokens_of,
 )
-from heedful.kernels.tiles import read, write
+from heedful.kernels.triton_tiles import read, write
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from heedful.kernels.arithmetic import LOG2E, exp2
 from heedful.kernels.launching import SIXFOLD
-from heedful.kernels.tiles import features, read
+from heedful.kernels.triton_tiles import features, read
 
 EXACTLY = tl.constexpr(SIXFOLD)
 

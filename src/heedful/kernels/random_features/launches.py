@@ -12,9 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear.triton_rows import rows_of
-from heedful.kernels.kept import kept
 from heedful.kernels.launching import INTERPRETED, columns, over, precision
 from heedful.kernels.random_features import triton_forward
+from heedful.kernels.tensor_cache import kept
 
 
 class Config(NamedTuple):

@@ -38,9 +38,9 @@ from torch import Tensor
 from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, over, packed, steps
+from heedful.kernels.parallel_compile import rehearse
 from heedful.kernels.random_features import launches, reference, triton_backward, triton_forward
-from heedful.kernels.rehearsal import rehearse
-from heedful.kernels.states import layout, tokens
+from heedful.kernels.state_slots import layout, tokens
 
 WIDEST = 256
 MOST = 256

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from heedful.kernels.arithmetic import LOG2E, exp2, link, reciprocal
 from heedful.kernels.random_features.triton_features import features_of, logs_of, numbers_at, state_at, tops_of, weigh
-from heedful.kernels.tiles import read, write
+from heedful.kernels.triton_tiles import read, write
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels.dispatch import as_given, on_device
-from heedful.kernels.rehearsal import rehearse
+from heedful.kernels.parallel_compile import rehearse
 from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.lists import MOST_PAIRS, Lists, lists

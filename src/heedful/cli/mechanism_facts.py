@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from heedful.cli.options import SIZES
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
 from heedful.kernels.dispatch import Kernel
 from heedful.mechanisms import CATALOG, Entry, Softmax
 from heedful.patterns import Causal, Full
 from heedful.shapes import Float, Tensor
-from heedful.show.options import SIZES
 
 Facts = dict[str, Any]
 """Flat and plain, as JSON has them."""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from heedful.cli.options import read_options, read_pattern
 from heedful.mechanisms import CATALOG
-from heedful.show.options import read_options, read_pattern
 
 
 def test_options_are_read_by_the_type_of_their_default():

@@ -10,17 +10,17 @@ import torch
 import zoo
 
 import heedful.hf as hf
-from heedful.engine import using
+from heedful.column_slabs import Trimmed
+from heedful.executor import using
 from heedful.hf import checks
 from heedful.hf.calls import Call
 from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.heads import Room
 from heedful.patterns import Full
-from heedful.scan import along, heads, scan, team, work
-from heedful.scan.along import Along, Rooms
+from heedful.scan import fused_capture, heads, scan, thread_pool, worker
 from heedful.scan.baseline import Baselines
+from heedful.scan.fused_capture import Along, Rooms
 from heedful.scan.heads import Kept, Measuring, measured, read, rows_of
-from heedful.trimmed import Trimmed
 
 # Grouped queries, softcap and window, sink, bias, full attention, window, cross-attention.
 KINDS = ["llama", "gemma2", "gpt_oss", "t5", "bert", "mistral", "modernbert", "bart"]
@@ -36,7 +36,7 @@ def calls_of(name: str, n: int = 40, padding: str = "", dtype: torch.dtype = tor
 
 def reader(inputs: dict, layers=None) -> Along:
     kept = Kept()
-    return Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), team.Team(threads=1))
+    return Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), thread_pool.Team(threads=1))
 
 
 @pytest.mark.parametrize("padding", ["", "left", "right"])
@@ -72,7 +72,7 @@ def test_measures_are_those_of_a_pass_by_itself(name):
         read.attend(call)
         passed = read.take()
         rows = measured(replace(call, v=call.v[..., :0]), passed, Measuring(), base)
-        assert rows == rows_of(call, along.of_call(inputs.get("input_ids"), call), Measuring(), base)
+        assert rows == rows_of(call, fused_capture.of_call(inputs.get("input_ids"), call), Measuring(), base)
         assert not passed.sums.product.numel(), "the outputs are the model's"
 
 
@@ -85,7 +85,7 @@ def test_only_calls_whose_heads_are_all_formed_together_and_measured_are_read(mo
     monkeypatch.setattr(heads, "TOGETHER", 3 * 40 * 40)
     assert read.attend(calls[1]) is None
     monkeypatch.undo()
-    monkeypatch.setattr(along, "FORMED", 40)
+    monkeypatch.setattr(fused_capture, "FORMED", 40)
     assert read.attend(calls[1].part(0, 1)) is None
 
 
@@ -102,14 +102,14 @@ def test_a_pass_that_nobody_takes_gives_its_room_back():
 
 @pytest.mark.parametrize("fault", [lambda x: x * 1.01, lambda x: x.roll(1, -2), lambda x: x.flip(1)])
 def test_outputs_that_are_not_the_models_are_caught_before_anything_is_measured(fault, model, tmp_path, monkeypatch):
-    plain = along.read
+    plain = fused_capture.read
 
     def wrong(*args):
         found = plain(*args)
         return replace(found, sums=replace(found.sums, product=fault(found.sums.product)))
 
-    monkeypatch.setattr(along, "read", wrong)
-    monkeypatch.setattr(work, "measured", lambda *args: pytest.fail("was measured"))
+    monkeypatch.setattr(fused_capture, "read", wrong)
+    monkeypatch.setattr(worker, "measured", lambda *args: pytest.fail("was measured"))
     with pytest.raises(hf.CheckFailed, match=r"outputs in torch\.float32 differ from the model's own"):
         scan(model, None, tiny.ids(1, 40), out=tmp_path / "run")
 
@@ -119,19 +119,21 @@ def test_mass_that_is_lost_and_mass_ahead_are_caught():
     read = reader(inputs)
     out, _ = read.attend(calls[0])
     passed = read.take()
-    checks.check_call(calls[0], out, along._beside(passed))
+    checks.check_call(calls[0], out, fused_capture._beside(passed))
     with pytest.raises(hf.CheckFailed, match=r"a row sums to 0\.99"):
-        checks.check_call(calls[0], out, along._beside(replace(passed, columns=0.99 * passed.columns)))
+        checks.check_call(calls[0], out, fused_capture._beside(replace(passed, columns=0.99 * passed.columns)))
     with pytest.raises(hf.CheckFailed, match=r"a row sums to 0\.0"):
         blind = replace(passed.sums, mass=0 * passed.sums.mass)
-        checks.check_call(calls[0], out, along._beside(replace(passed, sums=blind)))
+        checks.check_call(calls[0], out, fused_capture._beside(replace(passed, sums=blind)))
     leaking = replace(calls[0], pattern=Full())
     with pytest.raises(hf.CheckFailed, match="sees a later key"):
         checks.check_call(leaking, *read.attend(leaking))
     far = passed.sums.band_mass.clone()
     far[0, 1, 7, 1] = 1e-6
     with pytest.raises(hf.CheckFailed, match="sees a later key"):
-        checks.check_call(calls[0], out, along._beside(replace(passed, sums=replace(passed.sums, band_mass=far))))
+        checks.check_call(
+            calls[0], out, fused_capture._beside(replace(passed, sums=replace(passed.sums, band_mass=far)))
+        )
 
 
 def test_a_scan_records_the_same_numbers_either_way(model, tmp_path, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_scan_records_the_same_numbers_either_way(model, tmp_path, monkeypatch
         return found.rows.drop("seconds", "sigma", "base_sigma").sort("text", "layer", "head")
 
     fused = rows("fused")
-    monkeypatch.setattr(along, "_fits", lambda call: False)
+    monkeypatch.setattr(fused_capture, "_fits", lambda call: False)
     apart = rows("apart")
     for name in fused.columns:
         one, two = fused[name].to_list(), apart[name].to_list()
@@ -159,19 +161,19 @@ def test_few_rooms_are_lent_at_a_time(threads, model, tmp_path, monkeypatch):
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(along, "Room", Counted)
+    monkeypatch.setattr(fused_capture, "Room", Counted)
     with using(threads):
-        group = team.Team(threads)
+        group = thread_pool.Team(threads)
         scan(model, None, tiny.ids(6, 40), out=tmp_path / "run")
     surveyed = 1
     others = group._others
-    assert len(made) - surveyed <= (1 if not others else others + max(1, int(team.HOLDING * others)) + 1)
+    assert len(made) - surveyed <= (1 if not others else others + max(1, int(thread_pool.HOLDING * others)) + 1)
 
 
 def test_a_pass_in_parts_is_the_pass_over_all_heads_bit_for_bit():
     calls, inputs = calls_of("llama", n=600)
-    own = work._Own()
-    parted = Along(None, inputs["input_ids"], lambda: own.kept, Rooms(), team.Team(threads=4))
+    own = worker._Own()
+    parted = Along(None, inputs["input_ids"], lambda: own.kept, Rooms(), thread_pool.Team(threads=4))
     whole = reader(inputs)
     assert len(parted.team.parts(calls[0].heads)) == 3
     for _ in range(2):  # the second time in rooms that are known

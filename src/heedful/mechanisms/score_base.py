@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism
-from heedful.inputs import check_inputs, check_token
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
@@ -22,6 +21,7 @@ from heedful.kernels.row_statistics import row_statistics
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
+from heedful.validation import check_inputs, check_token
 
 
 class Cache(NamedTuple):
@@ -36,7 +36,7 @@ class Cache(NamedTuple):
     length: Int[Tensor, "*s"]
 
 
-class Scored(RecurrentMechanism):
+class ScoreBase(RecurrentMechanism):
     """Base of `Softmax` and `Quadratic`: subclasses give `rows`, `matrix` and a kernel."""
 
     kernel: Kernel

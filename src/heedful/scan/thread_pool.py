@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from heedful.engine import using
+from heedful.executor import using
 
 Result = TypeVar("Result")
 

@@ -10,22 +10,22 @@ import pytest
 import tiny
 import torch
 
-from heedful import engine
-from heedful.engine import EngineFailed
-from heedful.records import UNTIMED
+from heedful import executor
+from heedful.executor import EngineFailed
 from heedful.scan import scan
+from heedful.store import UNTIMED
 
 
 def test_items_come_back_in_order_and_no_more_are_begun_than_asked_for():
     begun = []
-    results = engine.run(lambda: lambda x: begun.append(x) or -x, range(5))
+    results = executor.run(lambda: lambda x: begun.append(x) or -x, range(5))
     assert [next(results), next(results)] == [0, -1] and begun == [0, 1]
 
 
 def test_a_missing_cluster_is_told():
     pytest.importorskip("ray", reason="ray is not installed: pip install 'heedful[ray]'")
     with pytest.raises(EngineFailed, match="no Ray cluster could be reached there"):
-        list(engine.run(lambda: abs, [1], engine="ray", address="127.0.0.1:1"))
+        list(executor.run(lambda: abs, [1], engine="ray", address="127.0.0.1:1"))
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +49,19 @@ def cluster():
 
 
 def test_a_worker_that_is_killed_is_retried(cluster, tmp_path):
-    found = list(engine.run(partial(mortal.dies_once, str(tmp_path)), range(6), engine="ray", workers=2))
+    found = list(executor.run(partial(mortal.dies_once, str(tmp_path)), range(6), engine="ray", workers=2))
     assert found == [0, 1, 4, 9, 16, 25] and (tmp_path / "2").exists()
 
 
 def test_errors_come_back_as_they_are(cluster, tmp_path):
     with pytest.raises(ValueError, match=r"^nine will not do$"):
-        list(engine.run(partial(mortal.dies_once, str(tmp_path)), [0, 9], engine="ray", workers=1))
+        list(executor.run(partial(mortal.dies_once, str(tmp_path)), [0, 9], engine="ray", workers=1))
 
 
 def test_a_worker_that_dies_of_its_item_is_given_up(cluster, monkeypatch):
-    monkeypatch.setattr(engine, "RETRIES", 1)
+    monkeypatch.setattr(executor, "RETRIES", 1)
     with pytest.raises(EngineFailed, match="a worker died 2 times over the same piece of work"):
-        list(engine.run(mortal.dies, [1], engine="ray", workers=1))
+        list(executor.run(mortal.dies, [1], engine="ray", workers=1))
 
 
 def test_a_scan_over_two_processes_gives_the_same_bits(cluster, model, tmp_path):

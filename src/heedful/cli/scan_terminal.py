@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from heedful.records import RANK, title_of
 from heedful.scan.answer import BASE, KINDS, number
+from heedful.store import RANK, title_of
 
 if TYPE_CHECKING:
     from heedful.scan import Scan

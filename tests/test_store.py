@@ -13,8 +13,8 @@ pytest.importorskip("polars", reason="polars is not installed: pip install 'heed
 
 import polars as pl
 
-from heedful import records
-from heedful.records import AnotherScan, Broken, Damaged, Run, Unwritable
+from heedful import store
+from heedful.store import AnotherScan, Broken, Damaged, Run, Unwritable
 
 MANIFEST = {
     "model": "tiny",
@@ -34,7 +34,7 @@ def test_rows_come_back_as_they_went_in_and_in_order(tmp_path):
     run.write("0001", 8, [row(text="0001")])
     run.write("0000", 8, [row(1, 0), row(0, 1, rank90=float("nan")), row(0, 0)])
     found = Run.open(tmp_path / "run").rows()
-    assert found.columns == list(records.ROWS)
+    assert found.columns == list(store.ROWS)
     assert found.select("text", "layer", "head").rows() == [
         ("0000", 0, 0),
         ("0000", 0, 1),
@@ -42,7 +42,7 @@ def test_rows_come_back_as_they_went_in_and_in_order(tmp_path):
         ("0001", 0, 0),
     ]
     assert found["sigma"][0].to_list() == [1.0, 0.5] and found["decay"][0] is None
-    assert found.schema == records.ROWS
+    assert found.schema == store.ROWS
 
 
 def test_a_write_that_fails_leaves_no_part_and_no_draft(tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_parts_of_another_scan_are_refused_whatever_the_manifest_says(tmp_path, 
     """scan.json of one scan over the rows of another."""
     Run.begin(tmp_path / "run", MANIFEST).write("0000", 8, [row()])
     manifest = tmp_path / "run" / "scan.json"
-    manifest.write_text(json.dumps({"format": records.FORMAT, **MANIFEST, **changed}))
+    manifest.write_text(json.dumps({"format": store.FORMAT, **MANIFEST, **changed}))
     before = manifest.read_bytes()
     with pytest.raises(AnotherScan, match=f"rows/0000-8.parquet does not belong to the scan of scan.json: {said}"):
         Run.begin(tmp_path / "run", {**MANIFEST, **changed}, resume=True)
@@ -227,7 +227,7 @@ def test_a_part_under_another_name_is_refused(tmp_path):
 
 def test_a_part_of_another_version_is_named(tmp_path, monkeypatch):
     run = Run.begin(tmp_path / "run", MANIFEST)
-    monkeypatch.setitem(records.TABLES, "rows", {"text": pl.String})
+    monkeypatch.setitem(store.TABLES, "rows", {"text": pl.String})
     run.write("0000", 8, [row()])
     with pytest.raises(Broken, match="has no column 'length'"):
         run.rows()

@@ -7,10 +7,10 @@ import pytest
 import tiny
 import torch
 
-from heedful.engine import using
+from heedful.executor import using
 from heedful.hf import Refused
-from heedful.scan import scan, team, work
-from heedful.scan.team import Team
+from heedful.scan import scan, thread_pool, worker
+from heedful.scan.thread_pool import Team
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_whoever_hands_jobs_in_does_them_where_the_others_are_behind():
     gate, pair = threading.Event(), Team(2)
     with pair.at_work():
         slow = pair.hand(gate.wait)
-        jobs = [pair.hand(threading.current_thread) for _ in range(team.BEHIND + 3)]
+        jobs = [pair.hand(threading.current_thread) for _ in range(thread_pool.BEHIND + 3)]
         done = [job for job in jobs if not job.is_waiting]
         assert len(done) >= 2 and {job.result() for job in done} == {threading.current_thread()}
         gate.set()
@@ -62,16 +62,16 @@ def test_every_job_has_the_same_threads_and_no_gradients_and_the_rest_is_as_befo
             assert len({job.result() for job in jobs}) == 1 and jobs[0].result()[1] is False
             each = jobs[0].result()[0]
         assert torch.get_num_threads() == threads
-    assert each * min(threads // 2, team.MOST) + group.leading <= max(threads, 2)
+    assert each * min(threads // 2, thread_pool.MOST) + group.leading <= max(threads, 2)
 
 
 def test_the_numbers_of_a_scan_do_not_depend_on_who_measured(model, tmp_path, monkeypatch):
     usual = rows_of(model, tmp_path / "usual")
     for name in ("BEHIND", "HOLDING"):
-        monkeypatch.setattr(team, name, 0)  # nearly all by the thread of the forward pass
+        monkeypatch.setattr(thread_pool, name, 0)  # nearly all by the thread of the forward pass
     here = rows_of(model, tmp_path / "here")
     for name in ("BEHIND", "HOLDING"):
-        monkeypatch.setattr(team, name, 100)  # nearly all by the other one
+        monkeypatch.setattr(thread_pool, name, 100)  # nearly all by the other one
     there = rows_of(model, tmp_path / "there")
     assert usual.equals(here) and usual.equals(there)
 
@@ -85,7 +85,7 @@ def test_what_breaks_in_another_thread_is_told_and_the_rest_is_not_done():
 
     with pytest.raises(ValueError, match="this one"), pair.at_work():
         bad = pair.hand(broken)
-        waiting = [pair.hand(lambda: done.append(1)) for _ in range(team.BEHIND)]
+        waiting = [pair.hand(lambda: done.append(1)) for _ in range(thread_pool.BEHIND)]
         gate.set()
         bad.result()
     counted = len(done)  # of those that were begun before the error was seen
@@ -95,14 +95,14 @@ def test_what_breaks_in_another_thread_is_told_and_the_rest_is_not_done():
 
 
 def test_a_model_that_writes_over_what_is_being_measured_is_refused(model, tmp_path, monkeypatch):
-    measured = work.measured
+    measured = worker.measured
 
     def meanwhile(call, *rest, **more):
         found = measured(call, *rest, **more)
         call.k.add_(0)
         return found
 
-    monkeypatch.setattr(work, "measured", meanwhile)
+    monkeypatch.setattr(worker, "measured", meanwhile)
     with pytest.raises(Refused, match="writes over queries or keys"):
         rows_of(model, tmp_path / "run")
 

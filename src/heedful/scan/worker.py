@@ -17,13 +17,13 @@ from heedful import hf
 from heedful.hf import Refused
 from heedful.hf.calls import Call, difference
 from heedful.measures import effective_rank
-from heedful.scan import team
-from heedful.scan.along import Along, Rooms, of_call
+from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
+from heedful.scan.fused_capture import Along, Rooms, of_call
 from heedful.scan.heads import Kept, Matrix, Measuring, Pass, measured, read, thumbnails, together
 from heedful.scan.memory import limited
-from heedful.scan.team import Job, Team
 from heedful.scan.texts import Unit
+from heedful.scan.thread_pool import Job, Team
 from heedful.shapes import Tensor
 
 Row = dict[str, Any]
@@ -160,7 +160,7 @@ class Worker:
         """The heads of a call, in parts, or all of them where the pass over their rows was made already."""
         measure = partial(self._part, unit, call, more=look(call), written=_writes(call))
         if passed is not None:
-            yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), team.HOLDING)
+            yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
             return
         parts = together(call)
         for part in parts:

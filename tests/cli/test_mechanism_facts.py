@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from heedful.cli.mechanism_facts import Page, read_mathematics
 from heedful.mechanisms import CATALOG
-from heedful.show.page import Page, read_mathematics
 
 
 @pytest.mark.parametrize("indent", ["", "    "])
@@ -25,6 +25,7 @@ def test_every_mechanism_opens_with_its_mathematics(entry):
 
 
 def test_the_facts_are_told_without_rich():
-    code = "import sys, heedful.show.markdown, heedful.show.options, heedful.show.page; print('rich' in sys.modules)"
+    parts = "heedful.cli.catalogue_markdown, heedful.cli.options, heedful.cli.mechanism_facts"
+    code = f"import sys, {parts}; print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

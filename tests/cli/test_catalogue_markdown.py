@@ -4,9 +4,8 @@ import re
 
 import pytest
 
+from heedful.cli.catalogue_markdown import _escaped, _linked, catalogue_markdown
 from heedful.mechanisms import CATALOG, Paper
-from heedful.show import markdown
-from heedful.show.markdown import catalogue_markdown
 
 
 def cells(line):
@@ -42,12 +41,12 @@ def test_one_family_alone():
     ],
 )
 def test_papers_are_linked(where, address):
-    assert markdown._linked(Paper("Doe et al.", 2020, where)) == f"[Doe et al. 2020, {where}]({address})"
+    assert _linked(Paper("Doe et al.", 2020, where)) == f"[Doe et al. 2020, {where}]({address})"
 
 
 def test_a_paper_without_an_address_is_plain_text():
-    assert markdown._linked(Paper("Doe", 2020, "NeurIPS, p. 1")) == "Doe 2020, NeurIPS, p. 1"
+    assert _linked(Paper("Doe", 2020, "NeurIPS, p. 1")) == "Doe 2020, NeurIPS, p. 1"
 
 
 def test_what_markdown_would_read_as_its_own_is_escaped():
-    assert markdown._escaped("a|b*c_d") == r"a\|b\*c\_d"
+    assert _escaped("a|b*c_d") == r"a\|b\*c\_d"

@@ -19,7 +19,7 @@ from heedful.hf.calls import Call
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
 from heedful.scan.heads import FORMED, Kept, Pass, read, slabs_of, together
-from heedful.scan.team import Team
+from heedful.scan.thread_pool import Team
 from heedful.shapes import Int, Tensor
 
 

@@ -21,7 +21,7 @@ class Card:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Card())
-from heedful.kernels import launching, rehearsal
+from heedful.kernels import launching, parallel_compile
 from heedful.kernels.{kernel} import {module} as kernel
 
 compiled, launched = [], []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heedful.show import terminal
+from heedful.cli import terminal
 
 
 def test_formulas_break_outside_innermost_brackets():

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from heedful.cli import picture
+from heedful.cli.mechanism_facts import Facts, Page, direction
+from heedful.cli.options import SIZES
 from heedful.core import Mechanism
-from heedful.show import picture
-from heedful.show.options import SIZES
-from heedful.show.page import Facts, Page, direction
 
 DIRECTIONS = {"causal": "causal", "either": "causal or two-way", "two-way": "two-way"}
 CARD = 24
@@ -46,7 +46,7 @@ def print_cards(pages: list[Page]) -> None:
             row.add_column(ratio=1)
         row.add_row(*(_card(page, colour, console.width // across - CARD - 6) for page in pages[at : at + across]))
         parts += [row, Text()]
-    parts.append(Text("`heedful show NAME` tells more of one, `heedful list` compares them.", style="dim"))
+    parts.append(Text("`heedful.cli NAME` tells more of one, `heedful list` compares them.", style="dim"))
     _print(console, *parts)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import heedful
+from heedful.cli import theory_terminal
 from heedful.report.book import book
 from heedful.report.shell import check_language
-from heedful.show import claims
 from heedful.theory import run
 from heedful.theory.records import Record, controls
 
@@ -34,11 +34,11 @@ class Answer:
 
     def show(self) -> None:
         if self.one and self.records:
-            claims.print_claim(self.records[0], language=self.language)
+            theory_terminal.print_claim(self.records[0], language=self.language)
         else:
-            claims.print_claims(self.records, self.chapters, seconds=self.seconds, language=self.language)
+            theory_terminal.print_claims(self.records, self.chapters, seconds=self.seconds, language=self.language)
         if self.html is not None:
-            claims.print_written(self.html)
+            theory_terminal.print_written(self.html)
 
 
 def theory(
@@ -60,7 +60,7 @@ def theory(
     plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, run.REGISTRY)
     run.select(plan)  # a wrong name is told before anything is begun
     start = time.perf_counter()
-    with claims.Progress() as progress:
+    with theory_terminal.Progress() as progress:
         records = run.run(plan, progress.told)
     seconds = time.perf_counter() - start
     if failed:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from heedful.show import picture
+from heedful.cli import picture
 
 
 def plain(matrix, **options):
@@ -153,6 +153,6 @@ def test_any_shape_becomes_a_png_of_bounded_size(tmp_path, shape):
 
 
 def test_drawing_imports_neither_rich_nor_pillow_until_it_draws():
-    code = "import sys, heedful.show.picture; print([name for name in ('rich', 'PIL') if name in sys.modules])"
+    code = "import sys, heedful.cli.picture; print([name for name in ('rich', 'PIL') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -20,17 +20,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.core import Cost, Dims, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
-from heedful.inputs import check_inputs, check_token
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.features import LinearState, runs
 from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
 from heedful.kernels.dispatch import Kernel, as_given
-from heedful.kernels.kept import kept
 from heedful.kernels.linear_step import linear_step
 from heedful.kernels.random_features import random_features
+from heedful.kernels.tensor_cache import kept
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import differ_by_head, in_last, of_head, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
+from heedful.validation import check_inputs, check_token
 
 _DECAYS = WeakIdKeyDictionary()
 
@@ -47,7 +47,7 @@ class Running(NamedTuple):
     length: Int[Tensor, "*s"]
 
 
-class Featured(RecurrentMechanism):
+class LinearBase(RecurrentMechanism):
     """Base of `Linear`, `Retention` and `GatedLinear`."""
 
     kernel: Kernel = chunked_linear

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from heedful.cli.mechanism_facts import Facts, catalogue, direction
 from heedful.mechanisms import CATALOG, Paper
-from heedful.show.page import Facts, catalogue, direction
 
 HEADINGS = {
     "en": ("name", "what it does", "family", "complexity", "causal", "streams", "paper"),
