@@ -502,6 +502,13 @@ def test_a_launched_sketch_is_the_same_sketch(shape):
         assert (two.defect < 1e-5).all()
 
 
+def test_heads_formed_together_on_a_gpu_get_narrow_blocks():
+    """Their eigenproblems, on the host, take longest: they have half as many columns as those of a single head."""
+    several, single = (torch.empty(heads, 2048, 2048, device="meta") for heads in (32, 1))
+    assert search.block_of(several) == search.WIDE_BLOCK == search.GPU_BLOCK // 2
+    assert search.block_of(single) == search.block_of(single[0]) == search.GPU_BLOCK
+
+
 class Unformed:
     """A batch of matrices that heads can't be taken out of."""
 

@@ -39,8 +39,10 @@ FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in flo
 FORMED_ON_GPU = 1 << 27  # there: 512 MiB, a product with which takes less than a launch of anything cleverer
 FORMED_RATHER_THAN_WALKED = 1 << 24  # and where products walk over q and k: they take more launches, but less time
 HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in float32
-GPU_BLOCK = 64  # columns of a block on a GPU, formed or not: fewer cost the same
-WIDE_BLOCK = 32  # where A is not formed, the scores cost as much as this many columns
+GPU_BLOCK = 64  # columns of a block on a GPU: fewer take as long
+WIDE_BLOCK = 32  # of a block where computing the scores again costs as much as this many columns (a CPU, A not formed),
+# and on a GPU where several heads are formed: there the eigenproblems of the sketches take longest, and these have half
+# as many columns for the same number of blocks
 GROUP = 3 << 22  # entries of formed heads that are measured side by side on a CPU: the many small steps are shared
 PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
 SETTLED = 0.01  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
@@ -96,9 +98,10 @@ def pays_to_form(op: AttentionOperator) -> bool:
 
 def block_of(op: AttentionOperator | linalg.Matrices) -> int:
     """Columns of a block, by the route. A budget for n blocks of 16 is one for n blocks of 32 when it is doubled."""
-    if op.device.type != "cpu":
-        return GPU_BLOCK
-    return BLOCK if isinstance(op, linalg.Matrices) or pays_to_form(op) else WIDE_BLOCK
+    formed = isinstance(op, linalg.Matrices) or pays_to_form(op)
+    if op.device.type == "cpu":
+        return BLOCK if formed else WIDE_BLOCK
+    return WIDE_BLOCK if formed and prod(op.shape[:-2]) > 1 else GPU_BLOCK
 
 
 def squared_row_norms(op: AttentionOperator) -> Float[Tensor, "*b n"]:
@@ -177,7 +180,7 @@ def _formed(
     if n > m:
         dense = dense.mT
     if dense.device.type != "cpu":
-        return _iterate(dense, energy, goals, budget, failure, seed, GPU_BLOCK)
+        return _iterate(dense, energy, goals, budget, failure, seed, block_of(dense))
     step = ceil(b / ceil(b / max(1, GROUP // (n * m))))
     found = []
     for at in range(0, b, step):
