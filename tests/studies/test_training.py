@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -12,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("tokenizers")
 
-from heedful.nn import MaskedSoftmax
+from heedful.feature_maps import Elu1
+from heedful.nn import MaskedSoftmax, MaterialisedLinear
+from heedful.patterns import Causal, Full, Window
+from heedful.random_features import FavorPlus
 from heedful.studies import fixed_heads, frozen_projections
 from heedful.studies.config import Group, Model, Run, Training, build
 from heedful.studies.corpora.__main__ import main as build_corpora
@@ -223,7 +227,9 @@ def test_the_loss_and_its_gradients_are_those_of_torch(corpus):
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("cell", fixed_heads.CELLS)
+@pytest.mark.parametrize(
+    "cell", [*fixed_heads.CELLS, "hadamard", "linear, learned", "favor+, learned", "window, learned"]
+)
 def test_a_step_never_waits_for_the_device(cell, corpus):
     """What a CUDA graph can't capture: reading a number back, and tensors made from the host's."""
 
@@ -232,7 +238,13 @@ def test_a_step_never_waits_for_the_device(cell, corpus):
             assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh"), func
             return func(*args, **(kwargs or {}))
 
-    model = replace(fixed_heads.CELLS[cell], width=64, head_dim=8, hidden=32, layers=2)
+    model = replace(
+        (fixed_heads.CELLS | frozen_projections.CELLS | frozen_projections.COMBINED)[cell],
+        width=64,
+        head_dim=8,
+        hidden=32,
+        layers=2,
+    )
     net = start(Run("smoke", cell, "small-160", Training(2), model), corpus.vocabulary, CPU)
     batch = gather(corpus.splits["train"], torch.arange(6))
     with Watch():
@@ -326,12 +338,21 @@ def test_rounded_weights_follow_their_float32_masters(corpus):
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16))
 
 
-def test_masked_softmax_is_its_matrix():
+@pytest.mark.parametrize("pattern", [Full(), Causal(), Window(3)])
+@pytest.mark.parametrize(
+    "make",
+    [MaskedSoftmax, partial(MaterialisedLinear, Elu1()), partial(MaterialisedLinear, FavorPlus(8, 16))],
+    ids=["softmax", "linear", "favor+"],
+)
+def test_mechanisms_for_short_sequences_are_their_matrix(make, pattern):
+    if make is not MaskedSoftmax and isinstance(pattern, Window):
+        return
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
+    attend = make(pattern).double()
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0] * 9])[:, None]
     keys = torch.tensor([[0] * 5 + [-1] * 4, [-1] * 9])[:, None]  # the second sees nothing
-    for segments in (None, ids, (torch.zeros_like(ids), keys)):
-        attend = MaskedSoftmax()
+    for segments in (None, ids, *([(torch.zeros_like(ids), keys)] if isinstance(pattern, Full) else [])):
         known = attend.matrix(q, k, segments=segments) @ v
         torch.testing.assert_close(attend(q, k, v, segments=segments), known)
+    torch.testing.assert_close(attend(q[..., -1:, :], k, v), attend.matrix(q, k)[..., -1:, :] @ v)

@@ -3,6 +3,7 @@
 from heedful.nn.attention import Attention
 from heedful.nn.fixed_heads import FixedHeads
 from heedful.nn.masked_softmax import MaskedSoftmax
+from heedful.nn.materialised_linear import MaterialisedLinear
 from heedful.nn.multihead import MultiheadAttention
 from heedful.nn.projections import FrozenProjection, Gaussian, Hadamard, LoRA, Orthogonal
 from heedful.nn.rope import Rope
@@ -28,6 +29,7 @@ __all__ = [
     "Heads",
     "LoRA",
     "MaskedSoftmax",
+    "MaterialisedLinear",
     "MultiheadAttention",
     "Orthogonal",
     "Rope",

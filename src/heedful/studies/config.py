@@ -11,8 +11,18 @@ from typing import Any
 
 from heedful.core import Mechanism
 from heedful.feature_maps import Elu1
-from heedful.mechanisms import Linear, Softmax
-from heedful.nn import FixedHeads, Gaussian, Hadamard, Heads, MaskedSoftmax, Orthogonal, Transformer, adapted, trained
+from heedful.nn import (
+    FixedHeads,
+    Gaussian,
+    Hadamard,
+    Heads,
+    MaskedSoftmax,
+    MaterialisedLinear,
+    Orthogonal,
+    Transformer,
+    adapted,
+    trained,
+)
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features import FavorPlus
 
@@ -132,10 +142,10 @@ def _mechanism(group: Group, causal: bool, head_dim: int) -> Mechanism:
             f"mechanism: {group.mechanism!r} names {len(kinds)} kinds, expected one for each of {group.count}."
         )
     known: dict[str, Callable[[], Mechanism]] = {
-        "softmax": lambda: Softmax(pattern) if causal else MaskedSoftmax(),
-        "window": lambda: Softmax(Window(16) if causal else Window(16, 16)),
-        "linear": lambda: Linear(Elu1(), pattern),
-        "favor+": lambda: Linear(FavorPlus(head_dim, 64), pattern),
+        "softmax": lambda: MaskedSoftmax(pattern),
+        "window": lambda: MaskedSoftmax(Window(16) if causal else Window(16, 16)),
+        "linear": lambda: MaterialisedLinear(Elu1(), pattern),
+        "favor+": lambda: MaterialisedLinear(FavorPlus(head_dim, 64), pattern),
         "token": lambda: FixedHeads(kinds),
         "word": lambda: FixedHeads(kinds, words=True),
     }
