@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import heedful as h
-from heedful.core import check_inputs
 from heedful.mechanisms.score_base import Cache
 from heedful.segments import resolve, visible
 from heedful.testing import CHECKS, Case, DoesNotApply, FlopCounter, UnknownOperation, check_mechanism, examine
+from heedful.validation import check_inputs
 
 
 class Dense(h.Mechanism):
@@ -100,8 +100,8 @@ class WrongAdjoint(h.Softmax):
     """The adjoint of the reversed sequence."""
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
-        return apply, lambda y: adjoint(y.flip(-2))
+        products = super().products(q, k, segments=segments)
+        return products._replace(adjoint=lambda y: products.adjoint(y.flip(-2)))
 
 
 class SumsAnotherMatrix(h.Softmax):

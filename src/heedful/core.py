@@ -10,7 +10,6 @@ A @ X, its gradient in V is the product A.mT @ Y, and `operator` gives both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
@@ -21,11 +20,11 @@ from torch import nn
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
-from heedful.operator import AttentionOperator, Walked
+from heedful.operator import AttentionOperator, Products
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
-from heedful.validation import check_inputs, forget_device
+from heedful.validation import forget_device
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -121,10 +120,10 @@ class Mechanism(nn.Module, ABC):
         """
         return False
 
-    def products(
-        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """x ↦ A x and y ↦ Aᵀ y. Override where the adjoint has a cheaper form than a gradient in v."""
+    # What measures ask for. Each has a default; a mechanism overrides it where it has something faster.
+
+    def products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
+        """x ↦ A x by `forward`, and y ↦ Aᵀ y by its gradient in v. Override where the adjoint has a cheaper form."""
 
         def adjoint(y: Tensor) -> Tensor:
             batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
@@ -133,13 +132,13 @@ class Mechanism(nn.Module, ABC):
                 out = self(q.detach(), k.detach(), v, segments=segments)
                 return torch.autograd.grad(out, v, y.expand_as(out))[0]
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
         """Sums over the rows of A. Override where rows come cheaper than by the adjoint on unit vectors."""
         n, m = q.shape[-2], k.shape[-2]
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        _, adjoint = self.products(q, k, segments=segments)
+        adjoint = self.products(q, k, segments=segments)[1]
 
         def rows(part: slice) -> Tensor:
             unit = q.new_zeros(n, part.stop - part.start)
@@ -150,21 +149,17 @@ class Mechanism(nn.Module, ABC):
         with as_given(q):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
-    def raised_products(
-        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """`products` of 16-bit q and k with float32 columns. Override where that takes less than raising q and k, and
-        give them as `Walked` where they are quicker than products with a large A would be.
-        """
+    def materialise(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
+        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`."""
+        return self.matrix(q, k, segments=segments)
+
+    def float32_products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
+        """`products` of 16-bit q and k with float32 columns. Override where that needs no float32 copy of q and k."""
         return self.products(q.float(), k.float(), segments=segments)
 
-    def raised_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
-        """`row_sums` of 16-bit q and k, in float32. Override where that takes less than raising q and k."""
+    def float32_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
+        """`row_sums` of 16-bit q and k in float32. Override where that needs no float32 copy of q and k."""
         return self.row_sums(q.float(), k.float(), request, segments=segments)
-
-    def formed(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
-        """A(q, k) in numbers, for measuring. Override where there is a faster way than the definition."""
-        return self.matrix(q, k, segments=segments)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
         """Which backend a call would run on, and why not the others."""
@@ -174,40 +169,8 @@ class Mechanism(nn.Module, ABC):
     def operator(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None, words: Tensor | None = None
     ) -> AttentionOperator:
-        """A(q, k) as a linear operator that is never formed."""
-        if words is not None:
-            return _OnWords(self, words).operator(q, k, segments=segments)
-        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
-        apply, adjoint = self.products(q, k, segments=segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        return AttentionOperator(
-            (*batch, q.shape[-2], k.shape[-2]),
-            q.dtype,
-            q.device,
-            apply,
-            adjoint,
-            lambda: self.matrix(q, k, segments=segments),
-            lambda request: self.row_sums(q, k, request, segments=segments),
-            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
-            lambda: self.formed(q, k, segments=segments),
-            lambda: self._raised(q, k, segments),
-        )
-
-    def _raised(self, q: Tensor, k: Tensor, segments: Segments | None) -> AttentionOperator:
-        """The operator of 16-bit q and k that computes in float32; they are raised where something needs it."""
-        products = self.raised_products(q, k, segments=segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        return AttentionOperator(
-            (*batch, q.shape[-2], k.shape[-2]),
-            torch.float32,
-            q.device,
-            *products,
-            lambda: self.matrix(q.float(), k.float(), segments=segments),
-            lambda request: self.raised_row_sums(q, k, request, segments=segments),
-            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
-            lambda: self.formed(q.float(), k.float(), segments=segments),
-            walked=isinstance(products, Walked),
-        )
+        """A(q, k) as a linear operator that is never materialised."""
+        return AttentionOperator(self if words is None else _OnWords(self, words), q, k, segments)
 
     def _apply(self, fn, recurse=True):  # what `to`, `cuda` and `double` go through
         forget_device(self)

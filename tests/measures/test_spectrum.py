@@ -191,8 +191,8 @@ def test_any_mechanism_will_do(route):
 def test_a_formed_matrix_is_the_definition(name):
     q, k = torch.randn(2, 2, 40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     op = h.CATALOG[name].sample(d=4, heads=2, length=40).double().operator(q, k)
-    torch.testing.assert_close(op.form(), op.to_dense())
-    torch.testing.assert_close(op.mT.form(), op.to_dense().mT)
+    torch.testing.assert_close(op.materialise(), op.to_dense())
+    torch.testing.assert_close(op.mT.materialise(), op.to_dense().mT)
 
 
 # Edges

@@ -120,4 +120,4 @@ def matrix_of(op: AttentionOperator, left: Matrices | None) -> AttentionOperator
     """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself."""
     if left is not None:
         return left
-    return op.form() if pays_to_form(op) else op
+    return op.materialise() if pays_to_form(op) else op

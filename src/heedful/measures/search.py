@@ -4,7 +4,7 @@ Three routes, by size alone. One core, float32, causal, seconds a head at 1024 �
 0.01 · 0.06; a product with 16 columns 0.0005 · 0.002 where A is formed, 0.005 · 0.01 where it is not.
     min(n, m) ≤ EXACT        the full decomposition in float64: nothing iterative is cheaper there
     n · m ≤ FORMED           A is formed once, and products are matrix products; heads of a batch that are done drop out
-                             (a GPU forms larger ones, unless its products walk over 16-bit q and k, and are quicker)
+                             (a GPU forms larger ones, unless products are fused, and faster)
     beyond                   A is never formed: O(n + m) memory; a batch goes on until its last head is done
 
 A sketch grows until every goal is reached. A goal that it would take more columns than the budget has is not waited
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, inf, prod
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from heedful.shapes import Bool, Float, Int, Tensor
 EXACT = 512  # shorter side up to which the full decomposition is cheapest
 FORMED = 1 << 23  # entries of a head up to which forming it pays: 32 MiB in float32
 FORMED_ON_GPU = 1 << 27  # there: 512 MiB, a product with which takes less than a launch of anything cleverer
-FORMED_RATHER_THAN_WALKED = 1 << 24  # and where products walk over q and k: they take more launches, but less time
+FORMED_RATHER_THAN_FUSED = 1 << 24  # and where products are fused: they take more launches, but less time
 HELD = 1 << 28  # entries of a batch that are formed together at most: 1 GiB in float32
 GPU_BLOCK = 64  # columns of a block on a GPU: fewer take as long
 WIDE_BLOCK = 32  # of a block where computing the scores again costs as much as this many columns (a CPU, A not formed),
@@ -77,7 +77,7 @@ def _by_route(
 ) -> Profile:
     *batch, n, m = op.shape
     if isinstance(op, Tensor) or pays_to_form(op):
-        dense = op if isinstance(op, Tensor) else op.form()
+        dense = op if isinstance(op, Tensor) else op.materialise()
         if min(n, m) <= EXACT:
             return _exact(dense)
         known = None if energy is None else energy.double().expand(batch).reshape(-1)
@@ -91,9 +91,9 @@ def _by_route(
 
 def pays_to_form(op: AttentionOperator) -> bool:
     """Whether these heads are measured from their matrices: each small enough, and all of them together."""
-    *batch, n, m = op.shape
-    most = FORMED if op.device.type == "cpu" else FORMED_RATHER_THAN_WALKED if op.walked else FORMED_ON_GPU
-    return (min(n, m) <= EXACT or n * m <= most) and prod(batch) * n * m <= HELD
+    n, m = op.shape[-2:]
+    most = FORMED if op.device.type == "cpu" else FORMED_RATHER_THAN_FUSED if op.fused else FORMED_ON_GPU
+    return (min(n, m) <= EXACT or n * m <= most) and op.entries <= HELD
 
 
 def block_of(op: AttentionOperator | linalg.Matrices) -> int:

@@ -172,7 +172,7 @@ class Linformer(Mechanism):
         return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
+        products = super().products(q, k, segments=segments)
 
         @torch.no_grad()
         def transposed(y):
@@ -184,7 +184,7 @@ class Linformer(Mechanism):
                 slots = blocked_adjoint(q, keys, y, SoftmaxRows(), Full(), None, self._scale(q))
                 return F[..., :m].to(q.dtype).mT @ slots
 
-        return apply, transposed if segments is None else adjoint
+        return products._replace(adjoint=transposed) if segments is None else products
 
     def _scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -25,6 +25,7 @@ from torch import nn
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
+from heedful.operator import Products
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
@@ -124,7 +125,7 @@ class Mixture(Mechanism):
         def adjoint(y):
             return self._join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q, k, request, *, segments=None):
         self._check(q, k, segments=segments)

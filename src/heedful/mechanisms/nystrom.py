@@ -102,7 +102,7 @@ class Nystrom(Mechanism):
         return x.to(v.dtype)
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
+        products = super().products(q, k, segments=segments)
 
         @torch.no_grad()
         def transposed(y):
@@ -116,7 +116,7 @@ class Nystrom(Mechanism):
                 return self._attend_transposed(of_queries, K, x).to(y.dtype)
 
         plain = segments is None and q.shape[-2] and k.shape[-2]
-        return apply, transposed if plain else adjoint
+        return products._replace(adjoint=transposed) if plain else products
 
     def _between(self, of_queries: Tensor, of_keys: Tensor) -> Tensor:
         """W."""

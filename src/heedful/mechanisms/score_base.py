@@ -18,6 +18,7 @@ from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
+from heedful.operator import Products
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
@@ -68,13 +69,16 @@ class ScoreBase(RecurrentMechanism):
             check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
             return self.adjoint_kernel(*self._kernel_inputs(q, k, y, segments), memory=memory)
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q, k, request, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
 
-    def formed(self, q, k, *, segments=None):
+    def float32_row_sums(self, q, k, request, *, segments=None):
+        return self.row_sums(q, k, request, segments=segments)  # its backends compute in float32 from 16-bit q and k
+
+    def materialise(self, q, k, *, segments=None):
         if q.is_cuda:  # tiles spare a CPU's cache; a GPU pays for each of them with launches
             return self.matrix(q, k, segments=segments)
         check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)

@@ -16,6 +16,7 @@ import torch
 from heedful.core import Cost, Dims, Mechanism
 from heedful.kernels.dispatch import as_given
 from heedful.mechanisms.softmax import Softmax
+from heedful.operator import Products
 from heedful.patterns import Full
 from heedful.segments import Segments, per_segment
 from heedful.shapes import Float, Tensor
@@ -80,7 +81,7 @@ class TruncatedSVD(Mechanism):
                 kept.append(A)
             return A
 
-        return _product(nearest), _product(lambda: nearest().mT)
+        return Products(_product(nearest), _product(lambda: nearest().mT))
 
     def _nearest(self, q: Tensor, k: Tensor) -> Float[Tensor, "*b n m"]:
         """A_r in float32 or better."""

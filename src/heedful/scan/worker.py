@@ -15,7 +15,7 @@ import torch
 import heedful
 from heedful import hf
 from heedful.hf import Refused
-from heedful.hf.calls import Call, difference
+from heedful.hf.calls import Call
 from heedful.measures import effective_rank
 from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
@@ -244,7 +244,7 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
 
 def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
     """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
-    op = difference(one.part(*part).operator().float(), two.part(*part).operator().float())
+    op = one.part(*part).operator().float() - two.part(*part).operator().float()
     found = how.spectrum(op, 1)
     r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
     columns = {
