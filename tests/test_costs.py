@@ -81,3 +81,49 @@ def test_stages_that_do_not_add_up_are_refused():
     assert h.Cost(7, 1).stages == (Stage("attention", 7),)
     with pytest.raises(ValueError, match="add up to 6 flops, expected 7"):
         h.Cost(7, 1, stages=(Stage("scores", 6),))
+
+
+LAYERS = {
+    "softmax, full": dict(mechanism=h.Softmax(h.Full())),
+    "grouped queries": dict(mechanism=h.Softmax(h.Full()), kv_heads=2),
+    "wider values": dict(mechanism=h.Linear(), value_dim=24),
+    "linformer, tokens mixed first": dict(mechanism=h.Linformer(256, 4)),
+    "linformer, keys mixed": dict(mechanism=h.Linformer(256, 200, shared=False)),
+    "fixed heads without queries": dict(mechanism=h.Mixture([h.FixedPattern("start")] * 3 + [h.Softmax(h.Full())])),
+    "frozen orthogonal projections": dict(mechanism=h.Softmax(h.Full()), qk=h.nn.Orthogonal),
+    "hadamard rotations": dict(mechanism=h.Softmax(h.Full()), qk=h.nn.Hadamard),
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_the_cost_of_a_layer_is_what_runs(options):
+    layer, n = h.nn.Attention(64, heads=4, **options), 256
+    with torch.no_grad(), h.testing.FlopCounter() as counter:
+        layer(torch.randn(2, n, 64))
+    cost = layer.cost(n, batch=2)
+    assert cost.stages[0].name == "projections" and cost.stages[-1].name == "output projection"
+    assert cost.flops == pytest.approx(counter.flops, rel=0.02)
+
+
+def test_adapters_and_a_context_count():
+    layer = h.nn.Attention(64, heads=4, mechanism=h.Softmax(h.Full()), context_dim=32)
+    layer.q_proj = h.nn.LoRA(layer.q_proj, rank=4)
+    with torch.no_grad(), h.testing.FlopCounter() as counter:
+        layer(torch.randn(1, 100, 64), torch.randn(1, 50, 32))
+    cost = layer.cost(100, 50)
+    assert cost.flops == counter.flops
+    numbers = 2 * 100 * 64 + 50 * 32 + sum(x.numel() for x in layer.parameters())
+    assert cost.bytes == 4 * numbers
+
+
+def test_the_stages_of_a_layer_by_hand():
+    """GPT-2's: 12 heads of 64 over 1024 tokens, causal."""
+    stages = {stage.name: stage.flops for stage in h.nn.Attention(768, heads=12).cost(1024).stages}
+    pairs = 12 * 1024 * 1025 // 2
+    assert stages == {
+        "projections": 3 * 2 * 1024 * 768**2,
+        "scores": 2 * pairs * 64,
+        "softmax": 0,
+        "aggregation": 2 * pairs * 64,
+        "output projection": 2 * 1024 * 768**2,
+    }
