@@ -32,7 +32,19 @@ State = Any
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of one call: n queries, m keys, key width d, value width e; `batch` counts heads too."""
+    """The sizes of one call.
+
+    n, m         queries and keys of one sequence
+    d, e         widths of a key and of a value
+    batch        sequences, heads included: rows · heads
+    itemsize     bytes of a number
+    group_size   how many entries of the batch share one sequence of keys and values: heads / kv_heads for grouped
+                 queries, 1 where each has its own. The heads are the last batch axis, so a multiple of the number of
+                 heads means that all heads of a group share theirs
+
+    >>> Dims(n=1024, m=1024, d=64, e=64, batch=9, group_size=3).kv_batch  # 9 heads, 3 KV heads
+    3
+    """
 
     n: int
     m: int
@@ -40,30 +52,95 @@ class Dims:
     e: int
     batch: int = 1
     itemsize: int = 4
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.batch % self.group_size:
+            raise ValueError(f"group_size: {self.group_size}, expected a divisor of batch = {self.batch}.")
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Dims:
-        batch = prod(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
-        return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size())
+        """The sizes of forward(q, k, v). Keys and values count alike: as often as either has a sequence of its own."""
+        own = broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        batch, kv_batch = prod(broadcast_shapes(q.shape[:-2], own)), prod(own)
+        group_size = batch // kv_batch if batch else 1
+        return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size(), group_size)
+
+    @property
+    def kv_batch(self) -> int:
+        """How many sequences of keys and values there are: rows · kv_heads."""
+        return self.batch // self.group_size
+
+    def states(self, heads: int = 1) -> int:
+        """How many sums over keys and values a recurrence keeps: one for each sequence of them.
+
+        heads   how many heads turn keys into features, or let them fade, in a way of their own: heads that share their
+                keys then still need a state each
+        """
+        return self.kv_batch * (heads if self.group_size % heads == 0 else 1)
 
     @property
     def io_bytes(self) -> int:
         """Each input read once, the output written once: no implementation moves less."""
-        return self.batch * self.itemsize * (self.n * (self.d + self.e) + self.m * (self.d + self.e))
+        return self.itemsize * (self.d + self.e) * (self.batch * self.n + self.kv_batch * self.m)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a call, such as its scores.
+
+    flops         its part of `Cost.flops`
+    elementwise   how many numbers get a function of their own, such as an exponential; not among the flops
+    """
+
+    name: str
+    flops: int
+    elementwise: int = 0
 
 
 @dataclass(frozen=True)
 class Cost:
     """What one call takes.
 
-    flops   of matrix products and prefix sums, a multiply-add being two
-    bytes   that must move at least
-    state   numbers kept for decoding after m tokens, or None where there is no recurrence
+    flops    of matrix products and prefix sums, a multiply-add being two
+    bytes    that must move at least
+    state    numbers kept for decoding after m tokens, or None where there is no recurrence
+    stages   where the flops go, in the order of the work: they add up to `flops`. One stage, "attention", by default
+
+    >>> Cost.of_stages(Stage("scores", 60), Stage("aggregation", 40), bytes=8).flops
+    100
     """
 
     flops: int
     bytes: int
     state: int | None = None
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", (Stage("attention", self.flops),))
+        total = sum(stage.flops for stage in self.stages)
+        if total != self.flops:
+            raise ValueError(f"stages: they add up to {total:,} flops, expected {self.flops:,}, those of the call.")
+
+    @classmethod
+    def of_stages(cls, *stages: Stage, bytes: int, state: int | None = None) -> Cost:
+        """The cost of stages one after the other; those of one name become one, those of no work are left out."""
+        named: dict[str, Stage] = {}
+        for stage in stages:
+            sofar = named.get(stage.name, Stage(stage.name, 0))
+            named[stage.name] = Stage(stage.name, sofar.flops + stage.flops, sofar.elementwise + stage.elementwise)
+        kept = tuple(stage for stage in named.values() if stage.flops or stage.elementwise)
+        return cls(sum(stage.flops for stage in kept), bytes, state, kept)
+
+
+def softmax_stages(pairs: int, d: int, e: int, weights: str = "softmax") -> tuple[Stage, Stage, Stage]:
+    """The stages of exact attention: q·k of each pair, a weight from each score, and the weighted values.
+
+    pairs     of a query and a key that it sees, over the whole batch
+    weights   the name of the second stage
+    """
+    return Stage("scores", 2 * pairs * d), Stage(weights, 0, pairs), Stage("aggregation", 2 * pairs * e)
 
 
 class Mechanism(nn.Module, ABC):
@@ -265,8 +342,8 @@ class RecurrentMechanism(Mechanism):
 
             def cost(self, dims):
                 de = dims.d * dims.e
-                flops = dims.batch * (dims.m + 2 * dims.n) * de
-                return h.Cost(flops, dims.io_bytes, state=dims.batch * de)
+                flops = (dims.kv_batch * dims.m + 2 * dims.batch * dims.n) * de
+                return h.Cost(flops, dims.io_bytes, state=dims.kv_batch * de)
 
 
         print(check_mechanism(DotProduct))
@@ -282,7 +359,8 @@ class RecurrentMechanism(Mechanism):
     per_segment       `forward` on each segment by itself: right for any mechanism, one call for each segment
 
     The state is a NamedTuple of tensors that `step` does not change; it returns a new one. It is one size up from its
-    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers.
+    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers. What
+    depends on keys and values alone is kept once for all queries that share them: dims.kv_batch times, not dims.batch.
     """
 
     @abstractmethod

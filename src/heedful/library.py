@@ -1,7 +1,7 @@
 """Every name that `import heedful as h` offers. The package imports this file when the first is asked for."""
 
 from heedful import nn, segments, testing, theory
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, group_heads
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, group_heads
 from heedful.feature_maps import (
     Cos,
     CosFormer,
@@ -118,6 +118,7 @@ __all__ = [
     "Retention",
     "Softmax",
     "SparseFixed",
+    "Stage",
     "Strided",
     "StridedSoftmax",
     "Sum",

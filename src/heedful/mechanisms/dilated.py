@@ -49,11 +49,7 @@ class DilatedSoftmax(Softmax):
 
     def cost(self, dims: Dims) -> Cost:
         kept = min(dims.m, (self.shape.window - 1) * self.shape.gap)
-        return Cost(
-            flops=2 * dims.batch * self._pairs(dims.n, dims.m) * (dims.d + dims.e),
-            bytes=dims.io_bytes,
-            state=dims.batch * kept * (dims.d + dims.e),
-        )
+        return self._exact_cost(dims, self._pairs(dims.n, dims.m), kept)
 
     def _pairs(self, n: int, m: int) -> int:
         """What `pattern.pairs` counts, in closed form for each query."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heedful.core import Cost, Dims
+from heedful.core import Cost, Dims, Stage
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.gated_linear import gated_linear
@@ -149,12 +149,20 @@ class GatedLinear(LinearBase):
         return super()._step(state, q, k, v)
 
     def cost(self, dims: Dims) -> Cost:
-        width = self.U.shape[-2]
-        gates = 2 * dims.batch * dims.m * self.rank * (self.d + width)
-        plain = super().cost(dims)
+        width, plain = self.U.shape[-2], super().cost(dims)
+        gated = dims.states(self.heads) * dims.m  # tokens that have gates of their own
         r, e, tokens = self.feature_map.dim(dims.d), dims.e + self.normalise, max(dims.n, dims.m)
-        inside = (min(CHUNK, tokens) - 1) * (r + e)
-        return Cost(dims.batch * tokens * (inside + 4 * r * e) + gates, plain.bytes, plain.state)
+        return Cost.of_stages(
+            Stage("gates", 2 * gated * self.rank * (self.d + width), gated * width),
+            Stage("within chunks", dims.batch * tokens * (min(CHUNK, tokens) - 1) * (r + e)),
+            Stage("state", 4 * dims.batch * tokens * r * e),
+            bytes=plain.bytes,
+            state=plain.state,
+        )
+
+    @property
+    def own_heads(self):
+        return max(super().own_heads, self.heads)
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.core import Cost, Dims, RecurrentMechanism, Stage
 from heedful.feature_maps import FeatureMap, LogFeatureMap, TurnedFeatureMap
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.features import LinearState, runs
@@ -67,6 +67,12 @@ class LinearBase(RecurrentMechanism):
     def log_decay(self) -> Float[Tensor, " heads"] | None:
         """log λ of each head, or None where nothing decays."""
         return None
+
+    @property
+    def own_heads(self) -> int:
+        """How many heads have features or decays of their own, and so a state each; 1 where all share them."""
+        decay = self.log_decay()
+        return max(self.feature_map.heads or 1, 1 if decay is None else decay.numel())
 
     def fading(self, k: Float[Tensor, "*b 1 d"], dtype: torch.dtype) -> Float[Tensor, "*c #r"] | None:
         """log of what the token of key k leaves of each row of the state, or None where nothing decays."""
@@ -203,7 +209,10 @@ class LinearBase(RecurrentMechanism):
             raise ValueError("segments: a pair, expected one tensor: tokens that follow are queries and keys alike.")
         out, state = self._run(q, k, v, segments)
         batch, wide = out.shape[:-2], _state_dtype(q.dtype)
-        S, z, scale = (None if x is None else x.reshape((*batch, *x.shape[2:])).to(wide) for x in state)
+        own = broadcast_shapes(self._state_batch(k, v), () if segments is None else segments.shape[:-1])
+        S, z, scale = (
+            None if x is None else _one_for_all(x.reshape((*batch, *x.shape[2:])), batch, own).to(wide) for x in state
+        )
         ids = resolve(segments, q.shape[-2], k.shape[-2], q.device).key_ids
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 
@@ -283,8 +292,7 @@ class LinearBase(RecurrentMechanism):
         return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(LEAST[torch.float32])
 
     def init_state(self, q, k, v) -> Running:
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        wide = _state_dtype(q.dtype)
+        batch, wide = self._state_batch(k, v), _state_dtype(q.dtype)
         r = self.feature_map.dim(q.shape[-1])
         logs = isinstance(self.feature_map, LogFeatureMap)
         return Running(
@@ -293,6 +301,14 @@ class LinearBase(RecurrentMechanism):
             q.new_zeros(*batch, r, dtype=wide) if logs else None,
             torch.zeros((), dtype=torch.long, device=q.device),
         )
+
+    def _state_batch(self, k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """Batch axes of a state: those of keys and values, and of features and decays that heads do not share."""
+        token = k.new_zeros(*k.shape[:-2], 1, k.shape[-1])
+        where = torch.zeros(1, dtype=torch.long, device=k.device)
+        features = self.feature_map.key(token, where)
+        fade = self.fading(token, token.dtype)
+        return broadcast_shapes(features.shape[:-2], v.shape[:-2], () if fade is None else fade.shape[:-1])
 
     def step(self, state: Running, q, k, v):
         with as_given(q):
@@ -323,11 +339,13 @@ class LinearBase(RecurrentMechanism):
         tokens = max(dims.n, dims.m)
         inside = min(chunk, tokens) * (r + e)
         logs = isinstance(self.feature_map, LogFeatureMap)
-        return Cost(
-            flops=2 * dims.batch * (tokens * (inside + r * e) + dims.m * r * e)
-            + dims.batch * (tokens + dims.m) * self.feature_map.flops(dims.d),
+        made = dims.batch * (tokens + dims.m)  # features
+        return Cost.of_stages(
+            Stage("features", made * self.feature_map.flops(dims.d), elementwise=made * r),
+            Stage("within chunks", 2 * dims.batch * tokens * inside),
+            Stage("state", 2 * made * r * e),
             bytes=dims.io_bytes,
-            state=dims.batch * r * (e + self.normalise + logs),
+            state=dims.states(self.own_heads) * r * (e + self.normalise + logs),
         )
 
     def explain(self, q, k, v, *, segments=None):
@@ -357,6 +375,17 @@ def _angles(turned: TurnedFeatureMap, segments: Tensor | None, n: int, m: int, d
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
     """One size up from the inputs: a sum over a hundred thousand tokens rounds as often."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _one_for_all(x: Tensor, batch: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+    """x (*batch, …) with the batch axes `own`: what entries share is kept once, in memory of its own."""
+    if batch == own:
+        return x
+    missing = len(batch) - len(own)
+    for axis, size in enumerate(batch):
+        if size > 1 and (axis < missing or own[axis - missing] == 1):
+            x = x.narrow(axis, 0, 1)
+    return x.reshape(*own, *x.shape[len(batch) :]).clone()
 
 
 def _as_batch(x: Tensor, batch: tuple[int, ...], size: tuple[int, int]) -> Tensor:

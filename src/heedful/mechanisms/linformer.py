@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from heedful.constants import rounded_anew
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
@@ -210,8 +210,9 @@ class Linformer(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         projections = (1 if self.shared else 2) * self.heads * self.rank * min(dims.m, self.length)
-        return Cost(
-            flops=2 * dims.batch * self.rank * (dims.n + dims.m) * (dims.d + dims.e),
+        return Cost.of_stages(
+            Stage("mixing", 2 * dims.states(self.heads) * self.rank * dims.m * (dims.d + dims.e)),
+            *softmax_stages(dims.batch * dims.n * self.rank, dims.d, dims.e),
             bytes=dims.io_bytes + projections * self.E.element_size(),
         )
 

@@ -98,6 +98,7 @@ class Quadratic(ScoreBase):
     torch.Size([2, 4, 100, 16])
     """
 
+    weights_stage = "activation"
     kernel = Kernel("quadratic", Backend("torch", reference.blocked, reference.objections))
 
     def __init__(

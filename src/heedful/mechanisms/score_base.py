@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.core import Cost, Dims, RecurrentMechanism, softmax_stages
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
@@ -41,6 +41,8 @@ class ScoreBase(RecurrentMechanism):
     """Base of `Softmax` and `Quadratic`: subclasses give `rows`, `matrix` and a kernel."""
 
     kernel: Kernel
+    weights_stage = "softmax"
+    """What `Cost.stages` calls the row function."""
     adjoint_kernel = Kernel("adjoint", Backend("torch", reference.blocked_adjoint, reference.objections))
 
     def __init__(self, pattern: Pattern, scale: float | None):
@@ -89,12 +91,15 @@ class ScoreBase(RecurrentMechanism):
         return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])
 
     def cost(self, dims: Dims) -> Cost:
-        pairs = self.pattern.pairs(dims.n, dims.m)
         kept = self.pattern.remembers(torch.arange(dims.m), torch.tensor(dims.m)).sum()
-        return Cost(
-            flops=2 * dims.batch * pairs * (dims.d + dims.e),
+        return self._exact_cost(dims, self.pattern.pairs(dims.n, dims.m), int(kept))
+
+    def _exact_cost(self, dims: Dims, pairs: int, kept: int) -> Cost:
+        """The cost of `pairs` weights in each entry of the batch, and of `kept` keys and values in the cache."""
+        return Cost.of_stages(
+            *softmax_stages(dims.batch * pairs, dims.d, dims.e, self.weights_stage),
             bytes=dims.io_bytes,
-            state=dims.batch * int(kept) * (dims.d + dims.e),
+            state=dims.kv_batch * kept * (dims.d + dims.e),
         )
 
     def init_state(self, q, k, v) -> Cache:

@@ -71,11 +71,7 @@ class StridedSoftmax(ScoreBase):
         return Mechanism.products(self, q, k, segments=segments)  # by the gradient in v, which the classes give too
 
     def cost(self, dims: Dims) -> Cost:
-        return Cost(
-            flops=2 * dims.batch * self._pairs(dims.n, dims.m) * (dims.d + dims.e),
-            bytes=dims.io_bytes,
-            state=dims.batch * dims.m * (dims.d + dims.e),
-        )
+        return self._exact_cost(dims, self._pairs(dims.n, dims.m), kept=dims.m)
 
     def _pairs(self, n: int, m: int) -> int:
         """What `pattern.pairs` counts, in closed form for each query."""

@@ -138,8 +138,8 @@ class Sum(Mechanism):
     def cost(self, dims: Dims) -> Cost:
         costs = [part.cost(dims) for part in self._parts()]
         states = [cost.state for cost in costs if cost.state is not None]
-        return Cost(
-            flops=sum(cost.flops for cost in costs),
+        return Cost.of_stages(
+            *(stage for cost in costs for stage in cost.stages),
             bytes=dims.io_bytes + sum(cost.bytes - dims.io_bytes for cost in costs),  # inputs need reading once
             state=sum(states) if isinstance(self, RecurrentMechanism) else None,
         )

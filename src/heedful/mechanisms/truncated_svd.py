@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage
 from heedful.kernels.dispatch import as_given
 from heedful.mechanisms.softmax import Softmax
 from heedful.operator import Products
@@ -94,10 +94,13 @@ class TruncatedSVD(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         short, long = sorted((dims.n, dims.m))
-        scores = self.inner.cost(replace(dims, e=0)).flops
-        svd = 6 * long * short**2 + 20 * short**3
-        products = 2 * dims.n * dims.m * (min(self.rank, short) + dims.e)
-        return Cost(flops=scores + dims.batch * (svd + products), bytes=dims.io_bytes)
+        return Cost.of_stages(
+            *self.inner.cost(replace(dims, e=0)).stages,
+            Stage("svd", dims.batch * (6 * long * short**2 + 20 * short**3)),
+            Stage("rank-r matrix", 2 * dims.batch * dims.n * dims.m * min(self.rank, short)),
+            Stage("aggregation", 2 * dims.batch * dims.n * dims.m * dims.e),
+            bytes=dims.io_bytes,
+        )
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}"
