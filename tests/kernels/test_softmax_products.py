@@ -32,7 +32,7 @@ def products(monkeypatch, small_tiles):
 @pytest.fixture
 def reached(monkeypatch, products):
     """`products`, and the dispatcher taken in: it finds the interpreted kernels within reach."""
-    monkeypatch.setattr(dispatch, "out_of_reach", lambda q: [])
+    monkeypatch.setattr(dispatch, "triton_unavailable", lambda q: [])
     return products
 
 

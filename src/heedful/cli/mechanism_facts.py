@@ -61,7 +61,7 @@ def _facts(entry: Entry, mechanism: Mechanism) -> Facts:
         "causal": mechanism.pattern.is_causal,
         "causal_is_optional": not entry.options.keys().isdisjoint(("pattern", "causal")),
         "streaming": isinstance(mechanism, RecurrentMechanism),
-        "kernels": ", ".join(kernel.backends) if isinstance(kernel, Kernel) else "",
+        "kernels": ", ".join(kernel.names) if isinstance(kernel, Kernel) else "",
     }
 
 

@@ -257,8 +257,7 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
         v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return nothing_seen(q, k, v)
-    rows = fixed_heads.again(v, kinds, n) if v.is_cuda and not torch.compiler.is_compiling() else None
-    return _unread(fixed_heads(v, kinds, n) if rows is None else rows, q, k)
+    return _unread(fixed_heads(v, kinds, n), q, k)
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:

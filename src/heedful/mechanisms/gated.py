@@ -21,8 +21,8 @@ from torch import nn
 from heedful.core import Cost, Dims, Stage
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
 from heedful.kernels.dispatch import as_given
-from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.gated_linear.reference import CHUNK
+from heedful.kernels.linear_attention import LinearOptions, gated_attention
 from heedful.mechanisms.linear_base import LinearBase
 from heedful.patterns import Causal
 from heedful.segments import resolve, visible
@@ -52,7 +52,7 @@ class GatedLinear(LinearBase):
     seed          of W and U, uniform as in a linear layer; β starts at 0
     """
 
-    kernel = gated_linear
+    kernel = gated_attention
 
     def __init__(
         self,
@@ -136,13 +136,8 @@ class GatedLinear(LinearBase):
         self._check(q, k, v, segments=segments)
         return super().prefill(q, k, v, segments=segments)
 
-    def _kernel_inputs(self, q, k, v, segments):
-        inputs, options = super()._kernel_inputs(q, k, v, segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        g = self.log_gates(k)
-        g = g.expand(*batch, *g.shape[-2:]).reshape(*inputs[0].shape[:2], *g.shape[-2:])
-        del options["causal"]
-        return inputs, options | {"log_decay": g}
+    def _options(self, stateful: bool = False) -> LinearOptions:
+        return super()._options(stateful)._replace(log_gates=self.log_gates)
 
     def _step(self, state, q, k, v):
         self._check(q, k, v)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from heedful.kernels.arithmetic import TINY
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.launching import INTERPRETED, launch, over, power
+from heedful.kernels.launching import INTERPRETED, LaunchCache, launch, over, power
 from heedful.kernels.linear_step import reference
 from heedful.shapes import broadcast_shapes
 
-READY: dict = {}
+PROGRAMS = LaunchCache()
 
 
 def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:
@@ -94,15 +94,9 @@ def linear_step(
     constants = dict(FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E)
     constants["GROUP"] = group
     kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
-    if len(READY) >= 1024:
-        READY.clear()
+    programs = PROGRAMS.find((kinds, q.device, rows, r, e, *constants.values()), dict)
     with on_device(q):
-        launch(
-            READY,
-            (kinds, q.device, rows, r, e, *constants.values()),
-            pointers,
-            lambda: (_step, (rows, over(e, E)), (r, e), constants, {"num_warps": 4}),
-        )
+        launch(programs, None, pointers, lambda: (_step, (rows, over(e, E)), (r, e), constants, {"num_warps": 4}))
     return out, S_new, z_new, scale_new
 
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern, Tree, _And
 from heedful.segments import Segments
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes

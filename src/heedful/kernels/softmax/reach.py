@@ -139,7 +139,7 @@ class Intervals:
 
     @property
     def kind(self) -> tuple:
-        """All that a plan takes from it."""
+        """All that a `SoftmaxSetup` takes from it."""
         return self.reach, self.rows.shape, self.first_rows, self.first_keys, self.segmented
 
     @property

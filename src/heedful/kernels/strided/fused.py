@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import on_device
+from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.softmax import fused as softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.strided.reference import Shape
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern, Window
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Causal, Pattern, Strided, Window, _And, _Or
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
