@@ -2,8 +2,8 @@
 
 matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
             z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
-fast        the kernel for what the pattern is: torch's fused one (dense, causal), residue classes (strided, dilated; merged
-            with a window), lists of neighbours (trees); else Triton's over intervals or lists, or tiles of the pattern
+fast        the kernel for what the pattern is: torch's fused one (dense, causal), residue classes (strided, dilated;
+            merged with a window), lists of neighbours (trees); else Triton's over intervals or lists, or tiles
 recurrence  a cache of the keys and values that later queries may see
 cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 """

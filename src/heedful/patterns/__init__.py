@@ -25,6 +25,7 @@ from heedful.patterns.kinds import (
     Window,
 )
 from heedful.patterns.offsets import FAR, Offsets
+from heedful.patterns.reach import Reachability, reach
 from heedful.patterns.tree import Tree, balanced_tree, forest
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Or",
     "Pattern",
     "RandomBlocks",
+    "Reachability",
     "Span",
     "SparseFixed",
     "Strided",
@@ -46,4 +48,5 @@ __all__ = [
     "Window",
     "balanced_tree",
     "forest",
+    "reach",
 ]

@@ -19,8 +19,8 @@ class Tree(Pattern):
     Positions beyond the tree, and those without a token, see nothing and are seen by nothing. Several roots make a
     forest, whose trees do not see each other: `forest` packs the trees of a batch into one.
 
-    One tree serves every row of a batch and every segment. Where each sentence has a tree of its own, sentences are packed
-    into one sequence and their trees into one forest. Two sentences of 5 and 3 tokens, padded to 5, in 8 heads:
+    One tree serves every row of a batch and every segment. Where each sentence has a tree of its own, sentences are
+    packed into one sequence and their trees into one forest. Two sentences of 5 and 3 tokens, padded to 5, in 8 heads:
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()

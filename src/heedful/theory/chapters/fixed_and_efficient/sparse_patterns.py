@@ -11,7 +11,7 @@ import torch
 from heedful.bench.fits import growth
 from heedful.core import Dims, Mechanism
 from heedful.mechanisms import Softmax, build
-from heedful.patterns import Blocks, Causal, Full, Pattern, SparseFixed, Strided, Window
+from heedful.patterns import Blocks, Causal, Full, Pattern, SparseFixed, Strided, Window, reach
 from heedful.segments import visible
 from heedful.shapes import Bool, Tensor
 from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_least, at_most, equal, evidence
@@ -21,16 +21,8 @@ SIZES = ((16, 4), (64, 8), (256, 16), (100, 10))
 
 
 def reached(layers: Sequence[Pattern], n: int) -> Bool[Tensor, "n n"]:
-    """Which inputs j an output i depends on after layers of attention, the first layer first.
-
-    The weights of each are uniform over what its pattern allows, so that products of them are zero only where no path
-    leads.
-    """
-    x = torch.zeros(n, 1, dtype=torch.float64)
-    weights = torch.eye(n, dtype=torch.float64)
-    for pattern in layers:
-        weights = Softmax(pattern).matrix(x, x) @ weights
-    return weights > 0
+    """Which inputs j an output i depends on after layers of attention alone, the first layer first."""
+    return reach(layers, n, residual=False).connected
 
 
 # ── R003-strided-def: A¹_i = {max(0, i−l) … i}, A²_i = {j : (i−j) mod l = 0}
