@@ -71,6 +71,7 @@ from heedful.patterns import (
     Tree,
     Window,
     forest,
+    reach,
 )
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 from heedful.validation import check_finite
@@ -145,6 +146,7 @@ __all__ = [
     "identity",
     "nn",
     "positional_pattern",
+    "reach",
     "relu2",
     "row_statistics",
     "segments",

@@ -2,7 +2,8 @@
 
 matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
             z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
-fast        torch's fused kernel; where that would be wrong or dense, Triton's over intervals, or tiles of the pattern
+fast        the kernel for what the pattern is: torch's fused one (dense, causal), residue classes (strided, dilated;
+            merged with a window), lists of neighbours (trees); else Triton's over intervals or lists, or tiles
 recurrence  a cache of the keys and values that later queries may see
 cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 """
@@ -33,6 +34,15 @@ class Softmax(ScoreBase):
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
     >>> h.Softmax(h.Window(512, sinks=4))(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
+
+    Half of the Sparse Transformer, N²/128 pairs, and tokens within two edges in a syntax tree:
+
+    >>> strided = h.Softmax((h.Strided(128) | h.Window(127)) & h.Causal())
+    >>> strided.explain(q, k, v).splitlines()[-1]
+    '→ strided-window'
+    >>> heads = (1, -1, 4, 4, 1)  # "dogs chase the small cat": chase is the root, cat its child, the and small cat's
+    >>> (h.Softmax(h.Tree(heads, radius=1)).matrix(q[..., :5, :], k[..., :5, :])[0, 0, 2] > 0).tolist()
+    [False, False, True, False, True]
 
     scale         factor of q·k; d^-½ by default
     temperature   divides the logits; the larger, the flatter
