@@ -66,6 +66,7 @@ def log_sum_exp(
 ) -> Tensor:
     """log₂ Σ_j exp(s_j) over the visible keys and the sink, (*batch, n); +∞ where there are none."""
     with on_device(q):
+        k = _apart_like(segments, k)
         job = _job(q, k, k, rows, pattern, segments, scale)
         return launches.log_sum_exp(job).reshape(*job.setup.batch, -1)
 
@@ -130,6 +131,7 @@ def row_statistics(
 ) -> RowStatistics:
     """What one pass over q and k tells about the rows; a sink takes no part."""
     with on_device(q):
+        k = _apart_like(segments, k)
         job = _job(q, k, k, SoftmaxRows(softcap=rows.softcap), pattern, segments, scale)
         return RowStatistics(*(x.reshape(*job.setup.batch, -1) for x in launches.statistics(job)))
 
@@ -215,6 +217,12 @@ def _job(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> Job:
     where = _where(q, k, v, pattern, segments)
     sink = None if rows.sink is None else rows.sink / rows.temperature
     return launches.job(q, k, v, where, scale, rows.softcap, sink)
+
+
+def _apart_like(segments: Segments | None, k: Tensor) -> Tensor:
+    """k with the batch axes of the segments too: along those no head shares its keys with another."""
+    parts = () if segments is None else segments if isinstance(segments, tuple) else (segments,)
+    return k.expand(*broadcast_shapes(k.shape[:-2], *(x.shape[:-1] for x in parts)), *k.shape[-2:])
 
 
 def _are_intervals(pattern: Pattern, segments: Segments | None) -> bool:
