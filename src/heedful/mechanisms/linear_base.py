@@ -194,6 +194,8 @@ def _one_for_all(x: Tensor, batch: tuple[int, ...], own: tuple[int, ...]) -> Ten
     """x (*batch, …) with the batch axes `own`: what entries share is kept once, in memory of its own."""
     if batch == own:
         return x
+    if 0 in batch:
+        return x.new_zeros(*own, *x.shape[len(batch) :])
     missing = len(batch) - len(own)
     for axis, size in enumerate(batch):
         if size > 1 and (axis < missing or own[axis - missing] == 1):
