@@ -17,6 +17,7 @@ from heedful.feature_maps import (
 )
 from heedful.kernels.dispatch import backend
 from heedful.measures import (
+    SearchOptions,
     concentration,
     decay_exponent,
     effective_rank,
@@ -117,6 +118,7 @@ __all__ = [
     "Relu",
     "ReluFeatures",
     "Retention",
+    "SearchOptions",
     "Softmax",
     "SparseFixed",
     "Stage",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import prod
 from operator import or_
@@ -43,8 +42,7 @@ class Products(NamedTuple):
     fused: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Term:
+class Term(NamedTuple):
     """One attention matrix of an operator: coefficient · A(q, k).
 
     products     with A(q, k) and its transpose, in float32 where `raised`
@@ -113,11 +111,16 @@ class Term:
         of = self.mechanism.float32_row_sums if self.raised else self.mechanism.row_sums
         return of(self.q, self.k, request, segments=self.segments)
 
+    def norm(self) -> Float[Tensor, "*b"]:
+        """|c| ‖A(q, k)‖_F in float64; where the term sums over heads, the sum of their norms."""
+        norms = self.row_sums(Request()).square.double().sum(-1).sqrt()
+        return abs(self.coefficient) * (norms.sum(tuple(range(-self.summed, 0))) if self.summed else norms)
+
     def float(self) -> Term:
         if self.raised or self.q.dtype.itemsize >= 4:
             return self
         products = self.mechanism.float32_products(self.q, self.k, segments=self.segments)
-        return replace(self, products=Products(*products), raised=True)
+        return self._replace(products=Products(*products), raised=True)
 
     def _reduced(self, x: Tensor) -> Tensor:
         if not self.summed:
@@ -213,6 +216,11 @@ class AttentionOperator:
         return all(term.products.fused for term in self.terms)
 
     @property
+    def may_cancel(self) -> bool:
+        """True if it is a sum, of terms or of heads, whose entries may be much smaller than those of its parts."""
+        return len(self.terms) > 1 or self.terms[0].summed > 0
+
+    @property
     def entries(self) -> int:
         """Numbers that `materialise` writes for its largest term."""
         return max(prod(term.batch) for term in self.terms) * self.shape[-2] * self.shape[-1]
@@ -242,7 +250,7 @@ class AttentionOperator:
     @property
     def mT(self) -> AttentionOperator:
         """The adjoint."""
-        return self._of(replace(term, transposed=not term.transposed) for term in self.terms)
+        return self._of(term._replace(transposed=not term.transposed) for term in self.terms)
 
     def __add__(self, other: AttentionOperator) -> AttentionOperator:
         if not isinstance(other, AttentionOperator):
@@ -260,7 +268,7 @@ class AttentionOperator:
     def __mul__(self, factor: float) -> AttentionOperator:
         if not isinstance(factor, int | float) or isinstance(factor, bool):
             return NotImplemented
-        return self._of(replace(term, coefficient=factor * term.coefficient) for term in self.terms)
+        return self._of(term._replace(coefficient=factor * term.coefficient) for term in self.terms)
 
     __rmul__ = __mul__
 
@@ -280,7 +288,7 @@ class AttentionOperator:
         """
         if len(self.shape) < 3:
             raise ValueError(f"A is {self.shape}, expected (*batch, heads, n, m): there are no heads to sum over.")
-        return self._of(replace(term, summed=term.summed + 1) for term in self.terms)
+        return self._of(term._replace(summed=term.summed + 1) for term in self.terms)
 
     def rows(self, index: Int[Tensor, " r"] | slice | list[int]) -> Float[Tensor, "*b r m"]:
         """The chosen rows of A, by the adjoint on unit vectors."""
@@ -308,6 +316,10 @@ class AttentionOperator:
     def materialise(self) -> Float[Tensor, "*b n m"]:
         """The matrix itself, by the fastest way that the mechanism knows; equal to `to_dense` but for rounding."""
         return self._combined(term.matrix(term.mechanism.materialise) for term in self.terms)
+
+    def magnitude(self) -> Float[Tensor, "*b"]:
+        """Σ_t |c_t| ‖A_t‖_F in float64: at least ‖A‖_F, and what the rounding errors of A are proportional to."""
+        return torch.stack([term.norm() for term in self.float().terms]).sum(0)
 
     def form(self) -> Float[Tensor, "*b n m"]:
         """Deprecated: `materialise`."""

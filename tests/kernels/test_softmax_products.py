@@ -201,9 +201,9 @@ def test_what_is_certain_of_the_spectrum_stays_so(reached, monkeypatch):
     monkeypatch.setattr(search, "pays_to_form", lambda op: False)
     q, k = inputs((), 200, 16)
     q = 2 * q
-    found = h.spectrum(h.Softmax().operator(q, k), 6, tau=0.9, budget=200)
+    found = h.spectrum(h.Softmax().operator(q, k), 6, tau=0.9, search=h.SearchOptions(200))
     with h.backend("torch"):
-        raised = h.spectrum(h.Softmax().operator(q.float(), k.float()), 6, tau=0.9, budget=200)
+        raised = h.spectrum(h.Softmax().operator(q.float(), k.float()), 6, tau=0.9, search=h.SearchOptions(200))
     torch.testing.assert_close(found.values, raised.values, rtol=1e-6, atol=0)  # from the same starts
     exact = torch.linalg.svdvals(h.Softmax().matrix(q.double(), k.double())).cpu()
     assert (found.values[:6].cpu() <= exact[:6] * (1 + 1e-6)).all()
