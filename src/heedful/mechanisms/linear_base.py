@@ -292,6 +292,7 @@ class LinearBase(RecurrentMechanism):
         return sum(min(float(x.detach().amin()), 0.0) for x in (q, k)) < log(LEAST[torch.float32])
 
     def init_state(self, q, k, v) -> Running:
+        check_inputs(q, k, v, mechanism=self)
         batch, wide = self._state_batch(k, v), _state_dtype(q.dtype)
         r = self.feature_map.dim(q.shape[-1])
         logs = isinstance(self.feature_map, LogFeatureMap)
