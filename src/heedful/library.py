@@ -1,4 +1,7 @@
-"""Every name that `import heedful as h` offers. The package imports this file when the first is asked for."""
+"""Every name that `import heedful as h` offers. The package imports this file when the first is asked for.
+
+A name that was renamed works for one release more, with a warning: it stands in `RENAMED`.
+"""
 
 from heedful import nn, segments, testing, theory
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, group_heads
@@ -55,7 +58,7 @@ from heedful.mechanisms import (
     TreeSoftmax,
     TruncatedSVD,
     build,
-    identity,
+    no_activation,
     relu2,
 )
 from heedful.operator import AttentionOperator
@@ -145,8 +148,8 @@ __all__ = [
     "forest",
     "group_heads",
     "head_measures",
-    "identity",
     "nn",
+    "no_activation",
     "positional_pattern",
     "reach",
     "relu2",
@@ -159,3 +162,6 @@ __all__ = [
     "testing",
     "theory",
 ]
+
+RENAMED = {"identity": "no_activation"}
+"""Old names and what they are called now; `heedful.__getattr__` warns."""

@@ -39,7 +39,7 @@ from heedful.mechanisms.memory import ExternalMemory, KeyValueMemory
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.perceiver import Perceiver
-from heedful.mechanisms.quadratic import Quadratic, identity, relu2
+from heedful.mechanisms.quadratic import Quadratic, no_activation, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
 from heedful.mechanisms.sum import Sum
@@ -83,7 +83,7 @@ __all__ = [
     "TopK",
     "TreeSoftmax",
     "build",
-    "identity",
+    "no_activation",
     "relu2",
 ]
 
@@ -162,7 +162,7 @@ def _relu2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic
 
 
 def _identity(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
-    return Quadratic(identity, pattern, scale, normalise="length")
+    return Quadratic(no_activation, pattern, scale, normalise="length")
 
 
 def _l2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)

@@ -121,6 +121,7 @@ class LinearBase(RecurrentMechanism):
         return out, Running(S, z, scale, in_last(ids).sum(-1))  # type: ignore[arg-type]
 
     def init_state(self, q, k, v) -> Running:
+        check_inputs(q, k, v, mechanism=self)
         batch, wide = self._state_batch(k, v), state_dtype(q.dtype)
         r = self.feature_map.dim(q.shape[-1])
         logs = isinstance(self.feature_map, LogFeatureMap)
