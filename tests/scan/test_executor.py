@@ -12,7 +12,7 @@ import torch
 
 from heedful import executor
 from heedful.executor import EngineFailed
-from heedful.scan import scan
+from heedful.scan import Execution, scan
 from heedful.store import UNTIMED
 
 
@@ -67,7 +67,7 @@ def test_a_worker_that_dies_of_its_item_is_given_up(cluster, monkeypatch):
 def test_a_scan_over_two_processes_gives_the_same_bits(cluster, model, tmp_path):
     texts = tiny.ids(4, 24)
     here = scan(model, None, texts, out=tmp_path / "here")
-    there = scan(model, None, texts, engine="ray", workers=2, out=tmp_path / "there")
+    there = scan(model, None, texts, out=tmp_path / "there", execution=Execution(engine="ray", workers=2))
     assert torch.get_num_threads() == 1
     assert there.rows.select(UNTIMED).equals(here.rows.select(UNTIMED))
     assert there.thumbnails().equals(here.thumbnails())
