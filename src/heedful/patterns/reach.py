@@ -101,7 +101,8 @@ def reach(patterns: Sequence[Pattern], n: int, *, residual: bool = True) -> Reac
         raise ValueError(f"n: expected at least one token, got {n}.")
     layers = tuple(patterns)
     possible = n * (n + 1) // 2 if all(pattern.is_causal for pattern in layers) else n * n
-    sets, shares = [_single(n)], []
+    sets = [_single(n)]
+    shares: list[float] = []
     for pattern in layers:
         if residual and shares and shares[-1] == 1:
             sets.append(sets[-1])  # nothing to add
