@@ -8,7 +8,7 @@ import pytest
 
 from heedful.report.formulas import to_mathml
 from heedful.report.plain_formulas import to_text
-from heedful.theory.run import claims_of
+from heedful.theory.registry import claims_of
 
 
 def shape(latex):

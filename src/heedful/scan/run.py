@@ -13,7 +13,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import heedful
-from heedful import executor as executors
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.modules import out_of_sight
+from heedful.executor import Engine, Executor
+from heedful.hf.modules import Refused, out_of_sight
+from heedful.hf.probe import Probe
+from heedful.hf.prose import longest
 from heedful.hf.weights import loaded
 from heedful.scan.answer import FEWEST
 from heedful.scan.baseline import BUDGET
@@ -37,7 +37,7 @@ from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
 from heedful.scan.worker import Result, Worker, survey
 from heedful.shapes import Tensor
-from heedful.store import RANK, Run
+from heedful.store.scans import RANK, Run
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
@@ -58,7 +58,7 @@ def scan(
     against: nn.Module | tuple[nn.Module, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    engine: executors.Engine = "local",
+    engine: Engine = "local",
     address: str | None = None,
     workers: int | None = None,
     memory: int | None = None,
@@ -84,7 +84,8 @@ def scan(
     against     another model, or (model, tokenizer), on the same texts: `Scan.against`, `Scan.compare`
     out         folder of the records; by default a new one in the system's temporary folder
     resume      go on with the scan in `out`; texts and lengths may be added
-    engine      "local" or "ray"; with `address` on a cluster that is running, `workers` processes
+    engine      "local", "processes" of this machine or "ray"; with `address` on a cluster that is running, `workers`
+                processes
     memory      bytes that this process may take in all, or each process of a cluster; None: no limit
     values      singular values to record for each head
     budget      products to spend on each head: more narrows the bounds of high ranks
@@ -94,10 +95,10 @@ def scan(
     """
     how = Measuring(seed=seed, values=values, budget=budget)
     _check(lengths, layers, precision, how)
-    executors.check(engine, address, workers)
+    pool = Executor(engine, workers, address, name=lambda unit: f"text {unit.text} at {unit.length or 'all'} tokens")
     lengths = tuple(sorted(set(lengths or ())))
     if texts is None:
-        lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
+        lengths = lengths or (min(DEFAULT_LENGTH, longest(model) or DEFAULT_LENGTH),)
         texts = builtin(max(lengths))
         texts = texts if precision is not None else texts[:DEFAULT_TEXTS]
     device = device or str(next(model.parameters()).device)
@@ -121,9 +122,9 @@ def scan(
         worker = partial(Worker, *probes, first.chosen, how, device, first.calls, first.ends)
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
         worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
-        gpus = int(torch.device(device).type == "cuda")
-        work = executors.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
-        for result in work:
+        pool = replace(pool, gpus=int(torch.device(device).type == "cuda"))
+        for done in pool.run(worker, plan.pending()):
+            result = done.result()
             with lifted():
                 _write(result, run, beside)
             plan.note(result)
@@ -156,7 +157,7 @@ class _Side:
             model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond,
             allow_unknown=setting.allow_unknown,
         )  # fmt: skip
-        self.probe = hf.Probe(model)
+        self.probe = Probe(model)
         layers = survey(self.probe, _short(self.readings[0], setting.device), setting.layers)
         self.chosen = _chosen(setting.layers, len(layers))
         self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
@@ -216,7 +217,7 @@ def _manifest(
     }
 
 
-def _notes(model: nn.Module, probe: hf.Probe) -> dict[str, Any]:
+def _notes(model: nn.Module, probe: Probe) -> dict[str, Any]:
     """What `heedful.notices` makes sentences of."""
     found = {"weights": loaded(model).described(), "not_captured": out_of_sight(model), "draws": probe.draws}
     return {name: fact for name, fact in found.items() if fact}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import heedful
-from heedful import hf
-from heedful.hf import Refused
 from heedful.hf.calls import Call, difference
+from heedful.hf.modules import Refused
+from heedful.hf.probe import Enough, Probe
 from heedful.measures import effective_rank
 from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
@@ -65,8 +65,8 @@ class Worker:
 
     def __init__(
         self,
-        model: hf.Probe,
-        against: hf.Probe | None,
+        model: Probe,
+        against: Probe | None,
         layers: tuple[int, ...] | None,
         how: Measuring,
         device: str,
@@ -128,7 +128,7 @@ class Worker:
         return Result(unit, rows, other, delta, pictures)
 
     def _measure(
-        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
+        self, probe: Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
     ) -> tuple[list[Row], list[Row]]:
         """Rows of the chosen layers, and what `look` gave; the model stops after the last one, of `count` calls where
         that is known.
@@ -148,7 +148,7 @@ class Worker:
                 self.tick((call.at + 1) / self.count)
             # A text on which the model does otherwise than on the first one is read to its end.
             if call.at == last and (self.layers is not None or call.name == self.ends):
-                raise hf.Enough
+                raise Enough
 
         probe(given, visit, along)
         found = [job.result() for job in jobs]
@@ -213,7 +213,7 @@ class Worker:
         }
 
 
-def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """The attention calls of a model in the order in which they run: what `layer` counts.
 
     layers   those that are to be measured, which are checked as they will be
