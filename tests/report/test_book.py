@@ -9,7 +9,7 @@ import pytest
 
 from heedful.report.book import VERDICTS, anchor, book, typeset
 from heedful.report.numbers import measured_text, number_text
-from heedful.report.plots import line_plot, linear_ticks, log_ticks
+from heedful.svg import line_plot, linear_ticks, log_ticks
 from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import Case, Claim, Figure, Text, agrees, equal, evidence
 from heedful.theory.judge import judge, undecided

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from heedful.report.formulas import to_mathml
-from heedful.report.plain_formulas import to_text
+from heedful.latex import to_mathml, to_text
 from heedful.theory.registry import claims_of
 
 

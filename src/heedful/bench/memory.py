@@ -62,46 +62,53 @@ def _resident(field: str) -> int:
 
 
 class Meter:
-    """Measures one entry at one length after another, until a call would take longer than `longest` seconds."""
+    """Measures one entry at (length, pass) after (length, pass), short lengths first."""
 
     def __init__(self, name: str, setting: Setting, longest: float = 60.0):
         self.name, self.setting, self.longest = name, setting, longest
         self.spent: dict[int, float] = {}
+        self.at: tuple[int, Work | None] = (0, None)
         self.limits = ExitStack()
         self.limits.enter_context(limited_memory())
 
-    def __call__(self, n: int) -> list[Row]:
-        """A row for each pass; none beyond what can be afforded."""
-        mechanism = instance(CATALOG[self.name], self.setting, n)
-        if not affordable(mechanism, self.setting, self.spent, n, self.longest):
-            return []
-        work = Work(mechanism, self.setting.draw(n))
+    def __call__(self, item: tuple[int, str]) -> Row | None:
+        """Its row; None if a call would take longer than `longest` seconds."""
+        n, which = item
+        if self.at[0] != n:
+            mechanism = instance(CATALOG[self.name], self.setting, n)
+            fits = affordable(mechanism, self.setting, self.spent, n, self.longest)
+            self.at = n, Work(mechanism, self.setting.draw(n)) if fits else None
+        work = self.at[1]
+        if work is None:
+            return None
         size = sum(x.numel() * x.element_size() for x in work.inputs)
-        rows: list[Row] = []
-        for which in PASSES:
-            row = {"entry": self.name, "n": n, "pass": which, "input_bytes": size}
-            start = self.setting.now()
-            try:
-                call = work.call(which)
-                found, resident = resident_growth(lambda call=call: allocated(call))  # type: ignore[misc]
-            except RuntimeError as error:
-                return [*rows, {**row, "problem": str(error).splitlines()[0]}]
-            self.spent[n] = self.setting.now() - start
-            rows.append({**row, "peak_bytes": found.peak, "largest_bytes": found.largest, "resident_bytes": resident})
-        return rows
+        row = {"entry": self.name, "n": n, "pass": which, "input_bytes": size}
+        start = self.setting.now()
+        try:
+            call = work.call(which)
+            found, resident = resident_growth(lambda: allocated(call))
+        except RuntimeError as error:
+            return {**row, "problem": str(error).splitlines()[0]}
+        self.spent[n] = self.setting.now() - start
+        return {**row, "peak_bytes": found.peak, "largest_bytes": found.largest, "resident_bytes": resident}
 
 
 def measure_apart(name: str, setting: Setting, sizes: list[int]) -> Iterator[Row]:
-    """Rows of one entry, length by length, from a process of its own; one that dies leaves a row that says so."""
+    """Rows of one entry from a process of its own, until one can't be taken; a process that dies leaves a row that
+    says so.
+    """
     process = Executor("processes", workers=1, threads=setting.threads)
-    for done in process.run(partial(Meter, name, setting), sizes):
+    for done in process.run(partial(Meter, name, setting), [(n, which) for n in sizes for which in PASSES]):
         if done.error is not None:
+            n, which = done.item
             why = done.error.reason if isinstance(done.error, TaskFailed) else problem(done.error)
-            yield {"entry": name, "n": done.item, "pass": PASSES[0], "problem": why}
+            yield {"entry": name, "n": n, "pass": which, "problem": why}
             return
-        rows = done.result()
-        yield from rows
-        if not rows or "problem" in rows[-1]:
+        row = done.result()
+        if row is None:
+            return
+        yield row
+        if "problem" in row:
             return
 
 
