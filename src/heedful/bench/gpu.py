@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from heedful.bench import peers
 from heedful.bench.peers import DENSE_CAUSAL, Contender, attend, favor
-from heedful.bench.rows import Journal, Row, problem, version
+from heedful.bench.rows import Row, Rows, problem
 from heedful.bench.setting import FORWARD, PASSES, Setting, Work
 from heedful.core import Dims, Mechanism
 from heedful.feature_maps import Elu1, Identity
@@ -32,6 +32,7 @@ from heedful.nn.attention import Attention
 from heedful.patterns import Causal, Full, Strided, Window
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
+from heedful.store import version
 
 GPU_KEY = ("work", "size", "contender", "pass")
 RATE = 700e12
@@ -270,7 +271,7 @@ def machine() -> Row:
     return {"card": card, "triton": triton.__version__, "bandwidth": 2 * x.numel() / seconds}
 
 
-def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Journal, say: Callable[[str], None]) -> None:
+def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Rows, say: Callable[[str], None]) -> None:
     """Every piece of work by every contender; a peer that breaks leaves its reason instead of a time."""
     seen = machine()
     for case in cases:

@@ -14,8 +14,8 @@ from time import perf_counter
 
 import torch
 
-from heedful import hf
 from heedful.hf.calls import Call
+from heedful.hf.probe import Attending
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
 from heedful.scan.heads import FORMED, Kept, Pass, read, slabs_of, together
@@ -39,7 +39,7 @@ class Rooms:
         self._free.append(room)
 
 
-class Along(hf.Attending):
+class Along(Attending):
     """Attends for the model, and keeps the pass over the rows that it took.
 
     layers   those that are measured; None: all

@@ -45,7 +45,7 @@ from heedful.operator import AttentionOperator
 from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
 from heedful.segments import Layout, visible
 from heedful.shapes import Tensor
-from heedful.store import OFFSETS
+from heedful.store.scans import OFFSETS
 
 Matrix = AttentionOperator | Matrices
 """The weights of some heads: as a map, as they are, or in slabs."""

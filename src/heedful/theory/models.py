@@ -32,11 +32,11 @@ def model(name: str, trained: bool = True, seed: int = 0) -> tuple[Any, Any]:
 @cache
 def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
     try:
-        from heedful import hf
+        from heedful.hf.load import load
     except ModuleNotFoundError as missing:
         raise Undecided(f"needs real models: {missing}") from missing
     try:
-        found, tokenizer = hf.load(name)
+        found, tokenizer = load(name)
     except (OSError, ValueError, ModuleNotFoundError) as missing:
         raise Undecided(f"needs {name}: {missing}") from missing
     if not trained:
@@ -49,12 +49,13 @@ def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
 def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[Call, ...]:
     """The attention calls of a model on one passage of prose, layer by layer; heads are the second axis of q."""
     found, tokenizer = model(name, trained)  # which says where models are missing, before anything is imported
-    from heedful import hf
+    from heedful.hf.probe import Probe
+    from heedful.hf.prose import encode, passages
 
-    inputs = hf.encode(found, tokenizer, hf.passages()[text], length)
+    inputs = encode(found, tokenizer, passages()[text], length)
     seen: list[Call] = []
     with torch.no_grad():
-        hf.Probe(found)(inputs, seen.append)
+        Probe(found)(inputs, seen.append)
     return tuple(seen)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from unicodedata import normalize
 from xml.etree.ElementTree import Element
 
-from heedful.report.formulas import BIN, PUNCT, REL, parse
+from heedful.latex.mathml import BIN, PUNCT, REL, parse
 
 ABOVE = dict(zip("0123456789+−=()nibkdmtNTxyr⊤′*∗", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱᵇᵏᵈᵐᵗᴺᵀˣʸʳᵀ′*∗", strict=True))
 BELOW = dict(zip("0123456789+−=()aeijklmnoprstx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₗₘₙₒₚᵣₛₜₓ", strict=True))

@@ -1,44 +1,37 @@
-"""The records of a scan: flat rows in a folder, whole after every text. What writes them and what shows them meet here.
+"""The records of a scan: tables in a folder, whole after every text. What writes them and what shows them meet here.
 
-    scan.json                       the manifest: which model, layers, texts, lengths, options, versions
-    rows/<text>-<length>.parquet    one row for each layer and head of one text at one length
-    delta/<text>-<length>.parquet   where two models were scanned together: how far apart their heads are
-    thumbnails/<text>-<length>.parquet   small pictures of every head, on the first text at each length
+    scan.json               the manifest: which model, layers, texts, lengths, options, versions
+    rows.jsonl.gz           for each text and length, a row for each layer and head
+    delta.jsonl.gz          where two models were scanned together: how far apart their heads are
+    thumbnails.jsonl.gz     small pictures of every head, on the first text at each length
 
-A part file is written beside its place, flushed to the disk and renamed, so that it is there whole or not at all: a
-process that is killed loses the text it was at, and nothing else. Each part holds a checksum of its own bytes and says
-which scan it belongs to; both are verified before anything in it is decoded. Needs `pip install 'heedful[report]'`.
+The tables are logs of `heedful.store`. An append is two lines: the text, the length and the scan that it belongs to;
+then the columns. Of two appends about one text and length the last counts. A process that is killed loses the text it
+was at, and nothing else. Needs `pip install 'heedful[report]'`.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from io import BytesIO
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from heedful.store.log import DRAFT, Damaged, Log, explained, write_whole
 
 try:
     import polars as pl
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        "records of a scan are kept by polars, which is not installed: pip install 'heedful[report]'", name="polars"
+        "the tables of a scan are made by polars, which is not installed: pip install 'heedful[report]'", name="polars"
     ) from missing
 
-FORMAT = 2
+FORMAT = 3
 OFFSETS = (-2, -1, 0, 1, 2)
 RANK = "rank90"
 """The rank that a scan reports, steers by and calls low (docs/decisions/0018)."""
-DRAFT = ".draft-"
-SUM, SCAN = "heedful.sha256", "heedful.scan"  # what a part says of itself, in the metadata of its Parquet footer
-MARK = b"heedful-sha256:"
-BLANK = MARK + b"0" * 64
-
 KEY = {"text": pl.String, "length": pl.Int64, "layer": pl.Int64, "head": pl.Int64}
 NAMES = {"name": pl.String, "kind": pl.String, "turn": pl.Int64, "items": pl.Int64}
 NUMBERS = {
@@ -97,14 +90,6 @@ class Broken(ValueError):
     """A file of a run folder that can't be read."""
 
 
-class Damaged(UserWarning):
-    """A part that was set aside because its bytes are not those that were written."""
-
-
-class Unwritable(OSError):
-    """A folder that the system does not let us write to."""
-
-
 class Run:
     """One folder of records.
 
@@ -118,6 +103,7 @@ class Run:
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):
         self.folder, self.manifest = folder, manifest
+        self._logs: dict[str, Log] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
@@ -149,13 +135,12 @@ class Run:
                 )
             manifest = _joined(before, manifest)
         run = cls(folder, dict(manifest))
-        for path in run._parts():
-            with suppress(Broken):  # `done` sets it aside
-                run._check_owner(path, _sealed(path))
-        with _teaching(folder):
-            for name in TABLES:
-                (folder / name).mkdir(parents=True, exist_ok=True)
-            for draft in folder.rglob(DRAFT + "*"):  # what a killed process had not finished
+        for table in TABLES if there else ():
+            for head, _ in run._parts(table, damaged=lambda sentence: None):  # `done` tells about it
+                run._check_owner(table, head)
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for draft in folder.glob(DRAFT + "*"):  # what a killed process had not finished
                 draft.unlink()
         run.save_manifest()
         return run
@@ -163,100 +148,100 @@ class Run:
     def save_manifest(self) -> None:
         """Replace scan.json at once."""
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False, allow_nan=False)
-        self._put(self.folder / "scan.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        write_whole(self.folder / "scan.json", text + "\n")
 
     def done(self, table: str = "rows") -> set[tuple[str, int]]:
-        """Texts and lengths that need not be measured again: those whose part is there and whole.
+        """Texts and lengths that need not be measured again: those whose record is there and whole.
 
-        Every byte is read. A damaged part is renamed to `.damaged`, with a warning, and does not count.
+        Every byte is read. What is damaged is moved to `<table>.jsonl.gz.damaged`, with a warning, and does not count.
         """
-        found = set()
-        for path in self._parts(table):
-            text, _, length = path.stem.rpartition("-")
-            try:
-                _sealed(path)
-            except Broken as damage:
-                aside = _free(path)
-                with _teaching(self.folder):
-                    path.rename(aside)
-                warnings.warn(
-                    f"{damage} It was set aside as {aside.name}; its text is measured again.", Damaged, stacklevel=2
-                )
-                continue
-            found.add((text, int(length)))
-        return found
+        for sentence in self._log(table).set_aside():
+            warnings.warn(f"{sentence} Its text is measured again.", Damaged, stacklevel=2)
+        return {(head["text"], head["length"]) for head, _ in self._parts(table)}
 
     def write(self, text: str, length: int, rows: Sequence[Mapping[str, Any]], table: str = "rows") -> None:
-        """The part of one text at one length."""
-        schema, path = TABLES[table], self.folder / table / f"{text}-{length}.parquet"
-        complete = [{name: row.get(name) for name in schema} for row in rows]
-        frame = pl.DataFrame(complete, schema=dict(schema), orient="row")
-        about = {SUM: BLANK.decode(), SCAN: json.dumps({**self._owner(text), "part": path.stem}, ensure_ascii=True)}
-        self._put(path, lambda draft: _seal(frame, draft, about))
+        """Append what was found about one text at one length."""
+        columns = {name: _plain([row.get(name) for row in rows]) for name in TABLES[table]}
+        self._log(table).append({"text": text, "length": length, "scan": self._owner(text)}, columns)
 
     def rows(self) -> pl.DataFrame:
         """All rows, in the order of text, length, layer, head."""
-        return self._read("rows", ROWS).sort(*KEY)
+        return self._read("rows", ROWS)
 
     def delta(self) -> pl.DataFrame:
         """How far the heads of two models are apart; no rows where one was scanned alone."""
-        return self._read("delta", DELTA).sort(*KEY)
+        return self._read("delta", DELTA)
 
     def thumbnails(self) -> pl.DataFrame:
         """Pictures of every head on the first text, at each length."""
-        return self._read("thumbnails", THUMBNAILS).sort(*KEY)
+        return self._read("thumbnails", THUMBNAILS)
 
-    def _parts(self, table: str | None = None) -> Iterator[Path]:
-        for name in TABLES if table is None else (table,):
-            yield from sorted((self.folder / name).glob("*.parquet"))
+    def _log(self, table: str) -> Log:
+        return self._logs.setdefault(table, Log(self.folder / f"{table}.jsonl.gz"))
+
+    def _parts(
+        self, table: str, damaged: Callable[[str], None] | None = None
+    ) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """What was appended, in order: what it is about, and its columns, which are not decoded."""
+        for head, columns in self._log(table).appends(damaged):
+            yield json.loads(head), columns
 
     def _read(self, table: str, schema: Mapping[str, Any]) -> pl.DataFrame:
-        parts = [self._part(path, schema) for path in self._parts(table)]
-        return pl.concat(parts) if parts else pl.DataFrame(schema=dict(schema))
+        def refuse(sentence: str) -> None:
+            raise Broken(f"{sentence} Resume the scan: what is damaged is measured again.")
 
-    def _part(self, path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
-        try:
-            content = _sealed(path)
-        except Broken as damage:
-            raise Broken(f"{damage} Resume the scan: that text is measured again.") from damage
-        self._check_owner(path, content)
-        try:
-            part = pl.read_parquet(content)
-        except pl.exceptions.PolarsError as error:
-            raise Broken(f"{path}: can't be read as Parquet ({str(error).splitlines()[0]}).") from error
-        missing = [name for name in schema if name not in part.columns]
+        found = {}
+        for head, columns in self._parts(table, refuse):
+            self._check_owner(table, head)
+            found[head["text"], head["length"]] = columns  # of two about one text and length the last counts
+        path = self._log(table).path
+        frames = [self._frame(path, json.loads(columns), schema) for columns in found.values()]
+        return pl.concat(frames or [pl.DataFrame(schema=dict(schema))]).sort(*KEY)
+
+    def _frame(self, path: Path, columns: Mapping[str, list[Any]], schema: Mapping[str, Any]) -> pl.DataFrame:
+        missing = [name for name in schema if name not in columns]
         if missing:
             raise Broken(f"{path}: has no column {missing[0]!r}. Likely cause: another version of heedful wrote it.")
-        return part.select(*schema)
+        return pl.DataFrame({name: _numbers(columns[name], kind) for name, kind in schema.items()}, schema=dict(schema))
 
     def _owner(self, text: str) -> dict[str, Any]:
-        """What a part says of the scan that it belongs to, as the manifest has it."""
+        """What a record says of the scan that it belongs to, as the manifest has it."""
         kept = {name: self.manifest.get(name) for name in ("model", "fingerprint", "options", "versions")}
         return {**kept, "texts": [each for each in self.manifest.get("texts", []) if each["id"] == text]}
 
-    def _check_owner(self, path: Path, content: bytes) -> None:
-        """Refuse a part that another scan wrote, or that has another part's name."""
-        said = json.loads(pl.read_parquet_metadata(BytesIO(content))[SCAN])
-        why = differences(said, self.manifest)
-        if said["part"] != path.stem:
-            why.append(f"it was written as {said['part']}.")
+    def _check_owner(self, table: str, part: Mapping[str, Any]) -> None:
+        """Refuse a record that another scan wrote."""
+        why = differences(part["scan"], self.manifest)
         if why:
-            where = path.relative_to(self.folder)
             raise AnotherScan(
-                f"{self.folder}: {where} does not belong to the scan of scan.json: {' '.join(why)} Move it away, or "
-                "give another folder; nothing was touched."
+                f"{self.folder}: text {part['text']} at length {part['length']} in {table}.jsonl.gz does not belong to "
+                f"the scan of scan.json: {' '.join(why)} Give another folder; nothing was touched."
             )
 
-    def _put(self, path: Path, write) -> None:
-        draft = path.with_name(f"{DRAFT}{path.name}.{os.getpid()}")
-        with _teaching(self.folder):
-            try:
-                write(draft)
-                _flush(draft)
-                draft.replace(path)
-                _flush(path.parent)
-            finally:
-                draft.unlink(missing_ok=True)
+
+def _plain(values: list[Any]) -> list[Any]:
+    """A column as JSON has it: numbers that are not finite become "NaN", "Infinity" or "-Infinity"."""
+    plain = []
+    for value in values:
+        if isinstance(value, list) and not math.isfinite(sum(value)):
+            value = _plain(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            value = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        plain.append(value)
+    return plain
+
+
+def _numbers(values: list[Any], kind: Any) -> list[Any]:
+    """The values of a column as they were written."""
+    if kind == pl.Float64:
+        return [float(x) if isinstance(x, str) else x for x in values]
+    if kind == pl.List(pl.Float32):
+        return [_numbers(x, pl.Float64) if isinstance(x, list) and not all(map(_is_float, x)) else x for x in values]
+    return values
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -329,83 +314,15 @@ def _joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_empty(folder: Path) -> None:
-    """Refuse a folder without a manifest that holds more than a scan leaves which is killed before its first record."""
-    ours = [path for name in (*TABLES, "against") if (path := folder / name).is_dir()]
-    parts = sorted(path for each in ours for path in each.rglob("*") if path.is_file() and not _is_draft(path))
-    if parts:
+    """Refuse a folder without a manifest that holds more than a scan leaves that was killed before its first record."""
+    others = sorted(path for path in folder.iterdir() if not path.name.startswith(DRAFT))
+    tables = [path for path in others if path.name in {f"{name}.jsonl.gz" for name in TABLES}]
+    if tables:
         raise AnotherScan(
-            f"{folder}: holds records ({parts[0].relative_to(folder)}) but no scan.json, so nothing says which model, "
-            "texts and options they belong to. Put scan.json back, or give another folder; nothing was touched."
+            f"{folder}: holds records ({tables[0].name}) but no scan.json, so nothing says which model, texts and "
+            "options they belong to. Put scan.json back, or give another folder; nothing was touched."
         )
-    others = sorted(path for path in folder.iterdir() if path not in ours and not _is_draft(path))
-    if others:
+    if others and [path.name for path in others] != ["against"]:
         raise AnotherScan(
             f"{folder}: holds other things ({others[0].name}) and no scan; expected an empty folder, or none yet."
         )
-
-
-def _is_draft(path: Path) -> bool:
-    return path.name.startswith(DRAFT)
-
-
-def _seal(frame: pl.DataFrame, path: Path, about: dict[str, str]) -> None:
-    """Write a part with the checksum of its own bytes: of the file as it is while the checksum's place is blank."""
-    frame.write_parquet(path, compression="zstd", metadata=about)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(BLANK, MARK + hashlib.sha256(content).hexdigest().encode()))
-
-
-def _sealed(path: Path) -> bytes:
-    """The bytes of a part, once they are known to be those that were written.
-
-    Parquet would decode some damaged pages to other numbers, so nothing is decoded before.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise Broken(f"{path}: can't be read ({error.strerror or error}).") from error
-    start = content.rfind(MARK)
-    said, blank = content[start : start + len(BLANK)], content[:start] + BLANK + content[start + len(BLANK) :]
-    if start < 0 or said[len(MARK) :] != hashlib.sha256(blank).hexdigest().encode():
-        raise Broken(
-            f"{path}: damaged, its bytes do not fit its checksum. Likely cause: a damaged disk, or a copy that was cut "
-            "short."
-        )
-    return content
-
-
-def _free(path: Path) -> Path:
-    """A name for a damaged part that no other has."""
-    names = (f"{path.name}.damaged{'' if at == 0 else f'-{at}'}" for at in range(10_000))
-    return next(new for new in map(path.with_name, names) if not new.exists())
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class _teaching:
-    """What the system refuses, in a sentence."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Unwritable) or not isinstance(error, OSError | pl.exceptions.ComputeError):
-            return
-        number = error.errno if isinstance(error, OSError) else None
-        kept = "What was measured before is kept; resume when there is room."
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise Unwritable(errno.ENOSPC, f"{self.folder}: the disk is full. {kept}") from error
-        if number in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise Unwritable(
-                number,
-                f"{self.folder}: can't be written to ({os.strerror(number)}). Give a folder of your own by --out.",
-            ) from error
-        raise Unwritable(number or errno.EIO, f"{self.folder}: can't be written to: {error}.") from error

@@ -1,7 +1,8 @@
-"""Small line plots as SVG that takes its colours from the page, so that it follows light and dark.
+"""The SVG plotter: line plots inside pages, and dot plots as files of their own.
 
 Drawn by hand rather than by a plotting library: a few dozen elements each, no pixels, nothing to load, and text that is
-text. Series differ by colour, dash and mark, never by colour alone.
+text. Series differ by colour, dash and mark, never by colour alone. Elements have classes; a page's style sheet gives
+them colours, so that plots follow light and dark. A file of its own holds the style sheet `STYLE`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 42
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "4 2 1 2 1 2")
 MARKED = 16
 """A line with more points than this has no marks on it."""
+STYLE = (
+    "text{font:12px sans-serif;fill:#222}.title{font-size:16px;font-weight:bold}.note{font-size:11px;fill:#666}"
+    ".grid{stroke:#d9d9d9}.line{stroke:#999}.s0{fill:#2a6fb0;stroke:#2a6fb0}.s1{fill:#fff;stroke:#c8641e;stroke-width:2}"
+)
 MARKS = ("circle", "square", "diamond", "triangle", "cross", "ring")
 
 
@@ -61,6 +66,67 @@ def legend(figure: Mapping[str, Any]) -> str:
         swatch = f'<svg viewBox="0 0 30 12" aria-hidden="true">{line}{mark}</svg>'
         items.append(f"<li>{swatch}{escape(name)}</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def dot_plot(
+    title: str, note: str, series: tuple[str, str], rows: Mapping[str, Sequence[float | None]], ends: tuple[int, int]
+) -> str:
+    """An SVG file of lengths on an axis of powers of two: a line for each row, with a disc for the value of the first
+    series and a ring for that of the second.
+
+    rows    values by name; None has no mark, 0 and ∞ are arrows at the ends: at every length, at none
+    ends    the shortest and the longest length of the axis
+    """
+    left, right, top, step, width = 130, 40, 64, 19, 760
+    bottom = top + step * len(rows)
+    low, high = ends
+    across = Axis(low / math.sqrt(2), high * math.sqrt(2), True, left, width - right)
+    parts = [_text(12, 24, title, "title", "start"), _text(12, 44, note, "note", "start")]
+    for n in (2**p for p in range(math.floor(math.log2(low)), math.floor(math.log2(high)) + 1)):
+        x = across.place(n)
+        parts.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>')
+        parts.append(_text(x, bottom + 16, f"{n:,}" if n < 1024 else f"{n // 1024}k"))
+    parts.append(_text((left + width - right) / 2, bottom + 34, "tokens"))
+    for at, (name, values) in enumerate(rows.items()):
+        y = top + step * (at + 0.5)
+        parts.append(_text(left - 10, y + 4, name, anchor="end"))
+        places = [_place(value, across, ends) for value in values]
+        if None not in places:
+            parts.append(f'<path class="line" d="M{places[0]:.1f} {y}H{places[1]:.1f}"/>')
+        for index in (1, 0):  # the ring below the disc
+            value, place = values[index], places[index]
+            if value is not None and place is not None:
+                parts.append(_dot(index, place, y, value))
+    legend = bottom + 56
+    for x, gap, index, value, text in (
+        *((left, 10, 0, 1.0, series[0]), (left + 80, 12, 1, 1.0, series[1])),
+        *((left + 234, 10, 0, 0.0, "at every length measured"), (left + 408, 10, 0, math.inf, "at none of them")),
+    ):
+        parts += [_dot(index, x, legend - 4, value), _text(x + gap, legend, text, anchor="start")]
+    size = f'viewBox="0 0 {width} {legend + 16}" width="{width}" height="{legend + 16}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+
+
+def _place(value: float | None, across: Axis, ends: tuple[int, int]) -> float | None:
+    if value is None:
+        return None
+    beyond = {0: across.place(ends[0]) - 14, math.inf: across.place(ends[1]) + 14}
+    return beyond[value] if value in beyond else across.place(value)
+
+
+def _dot(index: int, x: float, y: float, value: float) -> str:
+    """A disc or a ring; for 0 and ∞ a triangle that points left or right."""
+    if value in (0, math.inf):
+        size = 7 if index else 4
+        tip = size if value else -size
+        points = f"{x + tip:.1f},{y} {x - tip:.1f},{y - size} {x - tip:.1f},{y + size}"
+        return f'<polygon class="s{index}" points="{points}"/>'
+    return f'<circle class="s{index}" cx="{x:.1f}" cy="{y}" r="{6 if index else 4}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "tick", anchor: str = "middle") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -131,13 +197,11 @@ def _grid(across: Axis, up: Axis) -> str:
     for value in up.ticks():
         y = up.place(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_text(value)}</text>')
+        parts.append(_text(LEFT - 6, y + 4, tick_text(value), anchor="end"))
     for value in across.ticks():
         x = across.place(value)
         parts.append(f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick_text(value)}</text>'
-        )
+        parts.append(_text(x, HEIGHT - BOTTOM + 17, tick_text(value)))
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     return "".join(parts)
 

@@ -1,4 +1,4 @@
-r"""LaTeX to MathML, which browsers set by themselves. `plain_formulas` makes text for a terminal of the same tree.
+r"""LaTeX to MathML, which browsers set by themselves. `text` makes a line for a terminal of the same tree.
 
 The part of LaTeX that formulas are written in: letters, Greek, relations, arrows, \frac, \sqrt, scripts, \sum and \lim
 with their limits, accents, \left … \right, \text, \operatorname, \mathrm and the other alphabets, cases, matrices,
@@ -18,7 +18,7 @@ from typing import NoReturn
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from heedful.report import symbols
+from heedful.latex import symbols
 
 TOKEN = re.compile(r"\\(?:[A-Za-z]+\*?|.)|\d+(?:\.\d+)?(?:\{,\}\d{3})*|\s+|.", re.DOTALL)
 BIG = {"big": "1.2em", "Big": "1.6em", "bigg": "2.1em", "Bigg": "2.6em"}
