@@ -186,3 +186,9 @@ def test_a_renamed_name_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"heedful\.identity is called heedful\.no_activation now"):
         assert h.identity is h.no_activation
     assert "identity" not in h.__all__
+
+
+@pytest.mark.parametrize("name", h.CATALOG)
+def test_no_tensor_is_float64_unless_asked_for(name):
+    """MPS has no float64: one such buffer, and mechanism.to("mps") raises."""
+    assert torch.float64 not in {x.dtype for x in small(name).state_dict().values()}

@@ -45,7 +45,7 @@ class Retention(LinearBase):
         if decay.ndim > 1 or not bool(((decay > 0) & (decay <= 1)).all()):
             raise ValueError(f"decay: expected one number in (0, 1], or one for each head, got {decay.tolist()}.")
         self.decay = decay.tolist()
-        self.register_buffer("log_lambda", decay.log())
+        self.register_buffer("log_lambda", decay.log().to(torch.get_default_dtype()))
 
     def _apply(self, fn, recurse=True):
         before = self.log_lambda
