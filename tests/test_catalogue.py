@@ -189,6 +189,17 @@ def test_a_renamed_name_works_with_a_warning():
 
 
 @pytest.mark.parametrize("name", h.CATALOG)
-def test_no_tensor_is_float64_unless_asked_for(name):
-    """MPS has no float64: one such buffer, and mechanism.to("mps") raises."""
-    assert torch.float64 not in {x.dtype for x in small(name).state_dict().values()}
+def test_a_mechanism_moves_to_a_device_without_float64(name):
+    """As MPS is: it raises a TypeError for such a tensor."""
+
+    def move(x):
+        if x.dtype == torch.float64:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
+        return x
+
+    mechanism, x = small(name), torch.randn(1, 2, 9, 8)
+    before = mechanism(x, x, x)
+    torch.testing.assert_close(torch.nn.ModuleList([mechanism])._apply(move)[0](x, x, x), before)
+    assert torch.float64 not in {x.dtype for x in mechanism.state_dict().values()}

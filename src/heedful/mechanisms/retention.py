@@ -45,11 +45,15 @@ class Retention(LinearBase):
         if decay.ndim > 1 or not bool(((decay > 0) & (decay <= 1)).all()):
             raise ValueError(f"decay: expected one number in (0, 1], or one for each head, got {decay.tolist()}.")
         self.decay = decay.tolist()
-        self.register_buffer("log_lambda", decay.log().to(torch.get_default_dtype()))
+        self.register_buffer("log_lambda", decay.log())
 
     def _apply(self, fn, recurse=True):
         before = self.log_lambda
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except TypeError:  # a device without float64, such as MPS
+            before = self.log_lambda = self.log_lambda.float()
+            super()._apply(fn, recurse)
         exact = torch.tensor(self.decay, dtype=torch.float64)
         self.log_lambda = rounded_anew(before, self.log_lambda, exact.log)
         return self
