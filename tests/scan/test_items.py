@@ -15,7 +15,7 @@ import heedful.hf as hf
 from heedful.hf.calls import Call
 from heedful.scan.baseline import Baselines, logit_spreads
 from heedful.scan.heads import Measuring, rows_of, thumbnails, together
-from heedful.store import ROWS
+from heedful.store.scans import ROWS
 
 ITEMS = {"swin": [16, 16, 4], "patchtst": [3, 3]}
 

@@ -26,7 +26,8 @@ from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Unit
 from heedful.scan.worker import Task, Worker
-from heedful.store import UNTIMED, AnotherScan, Damaged, Run
+from heedful.store import Log
+from heedful.store.scans import UNTIMED, AnotherScan, Damaged, Run
 
 
 def timeless(found: Scan) -> pl.DataFrame:
@@ -111,7 +112,7 @@ def test_growth_is_the_slope_through_the_means_over_texts(model, tmp_path):
 
 def test_growth_of_a_scan_that_was_cut_off_goes_through_what_is_there(model, tmp_path):
     scan(model, None, tiny.ids(3, 16), lengths=[8, 16], out=tmp_path / "run")
-    (tmp_path / "run" / "rows" / "0002-16.parquet").unlink()
+    forget(tmp_path / "run" / "rows.jsonl.gz", "0002", 16)
     found = Scan.open(tmp_path / "run")
     means = [found.table().filter(pl.col("length") == n)["rank90"].mean() for n in (8, 16)]
     assert float(found.trend().mean) == pytest.approx(slope([8, 16], means), rel=1e-6)
@@ -183,7 +184,7 @@ def test_a_text_with_other_calls_than_the_first_is_read_to_its_end():
 def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_path):
     found = scan(model, tiny.tokenizer(), [tiny.prose(20), tiny.prose(30, seed=1)], out=tmp_path / "run")
     assert found.lengths == [25] and set(found.table()["texts"]) == {2}
-    assert sorted(part.stem for part in (tmp_path / "run" / "rows").iterdir()) == ["0000-20", "0001-30"]
+    assert Run.open(tmp_path / "run").done() == {("0000", 20), ("0001", 30)}
 
 
 # ---- precision
@@ -267,6 +268,17 @@ def test_a_difference_is_an_operator():
 # ---- interrupted
 
 
+def forget(path: Path, text: str, length: int) -> None:
+    """Remove one record from a table."""
+    content, pieces = path.read_bytes(), list(Log(path).pieces())
+    heads = [json.loads(piece.lines[0]) for piece in pieces]
+    kept = [
+        piece for piece, head in zip(pieces, heads, strict=True) if (head["text"], head["length"]) != (text, length)
+    ]
+    assert len(kept) < len(pieces)
+    path.write_bytes(b"".join(content[piece.start : piece.end] for piece in kept))
+
+
 def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
     texts = tiny.ids(4, 24)
     whole = scan(model, None, texts, out=tmp_path / "whole")
@@ -278,8 +290,8 @@ def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         scan(model, None, texts, out=stopped, execution=Execution(progress=interrupt))
-    assert len(list((stopped / "rows").iterdir())) == 2
-    kept = (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns
+    kept = (stopped / "rows.jsonl.gz").read_bytes()
+    assert len(Run.open(stopped).done()) == 2
     with pytest.raises(AnotherScan, match="holds a scan already"):
         scan(model, None, texts, out=stopped)
     with pytest.raises(AnotherScan, match="seed was 0, not 1"):
@@ -288,7 +300,7 @@ def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
         scan(tiny.llama(seed=3), None, texts, out=stopped, resume=True)
     resumed = scan(model, None, texts, out=stopped, resume=True)
     assert timeless(resumed).equals(timeless(whole))
-    assert (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns == kept
+    assert (stopped / "rows.jsonl.gz").read_bytes().startswith(kept)
 
 
 @pytest.mark.parametrize("table", ["rows", "delta", "thumbnails", "against/rows"])
@@ -298,17 +310,18 @@ def test_parts_that_were_lost_or_damaged_are_made_again(model, tmp_path, table, 
     arguments = {"lengths": [8, 16], "options": options, "out": tmp_path / "run"}
     whole = scan(model, None, tiny.ids(2, 16), **arguments)
     before = timeless(whole), timeless(whole.against), whole.thumbnails(), Run.open(tmp_path / "run").delta()
-    part = tmp_path / "run" / table / "0000-16.parquet"
+    path = tmp_path / "run" / f"{table}.jsonl.gz"
     if lost:
-        part.unlink()
+        forget(path, "0000", 16)
         again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
     else:
-        content = bytearray(part.read_bytes())
-        content[40] ^= 1  # behind an intact footer
-        part.write_bytes(content)
-        with pytest.warns(Damaged, match="set aside as 0000-16.parquet.damaged"):
+        content = bytearray(path.read_bytes())
+        content[40] ^= 1
+        path.write_bytes(content)
+        with pytest.warns(Damaged, match="set aside as .*jsonl.gz.damaged"):
             again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
-        assert part.with_name("0000-16.parquet.damaged").read_bytes() == content
+        aside = path.with_name(path.name + ".damaged").read_bytes()
+        assert content.startswith(aside) and len(aside) > 40
     after = timeless(again), timeless(again.against), again.thumbnails(), Run.open(tmp_path / "run").delta()
     assert all(a.equals(b) for a, b in zip(before, after, strict=True))
 
@@ -317,7 +330,7 @@ def test_lost_parts_of_a_scan_that_is_precise_are_made_again_and_nothing_else(mo
     arguments = {"lengths": [8, 16], "options": ScanOptions(precision=0.9), "out": tmp_path / "run"}
     assert scan(model, None, tiny.ids(9, 16), **arguments).texts == 5
     for length in (8, 16):
-        (tmp_path / "run" / "thumbnails" / f"0000-{length}.parquet").unlink()
+        forget(tmp_path / "run" / "thumbnails.jsonl.gz", "0000", length)
     again = scan(model, None, tiny.ids(9, 16), **arguments, resume=True)
     assert again.texts == 5 and again.thumbnails()["length"].unique().sort().to_list() == [8, 16]
 
@@ -397,7 +410,7 @@ def test_kills_at_random_moments_lose_nothing(model, tmp_path):
 def test_what_will_not_do_is_told_before_anything_is_measured(model, tmp_path, texts, options, said):
     with pytest.raises(ValueError, match=said):
         scan(model, tiny.tokenizer(), texts, out=tmp_path / "run", **options)
-    assert not list(tmp_path.rglob("*.parquet"))
+    assert not list(tmp_path.rglob("*.jsonl.gz"))
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ def scan_command(
         Path | None, typer.Option("--out", metavar="DIR", help="Where records are kept.  [default: runs/MODEL]")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the scan in --out.")] = False,
-    engine: Annotated[str, typer.Option("--engine", help="local, or ray: texts are spread over a cluster.")] = "local",
+    engine: Annotated[
+        str, typer.Option("--engine", help="local; processes, or ray (a cluster), which share the texts.")
+    ] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Of a Ray cluster that is running.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="Processes of --engine ray.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Of --engine processes or ray.")] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="SIZE", help="Take no more than this, such as 4G.")
     ] = None,

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from heedful.cli.terminal import _console, _labelled, _print, _two_ends
+from heedful.latex import to_text
 from heedful.report.numbers import measured_text, number_text
-from heedful.report.plain_formulas import to_text
 from heedful.theory.records import controls, counts, differing
 
 Record = Mapping[str, Any]

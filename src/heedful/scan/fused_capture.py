@@ -15,8 +15,8 @@ from time import perf_counter
 
 import torch
 
-from heedful import hf
 from heedful.hf.calls import Call
+from heedful.hf.probe import Attending
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
 from heedful.scan.heads import FORMED, Kept, Pass, read, slabs_of, together
@@ -40,7 +40,7 @@ class BufferPool:
         self._free.append(room)
 
 
-class FusedCapture(hf.Attending):
+class FusedCapture(Attending):
     """Computes the outputs of attention calls, and keeps the row statistics of the last one.
 
     layers    to measure; None: all

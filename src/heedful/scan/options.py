@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from heedful import executor
+from heedful.executor import Engine, Executor
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
+from heedful.scan.texts import Unit
 
 Progress = Callable[[float, int], None]
 """Called with (units done, units in all); parts of units count."""
@@ -72,9 +73,9 @@ class Execution:
 
     device     of the model: "cpu" or "cuda". None: where it is
     memory     bytes that this process may take in all, or each process of a cluster. None: no limit
-    engine     "local" or "ray", which spreads texts over processes
+    engine     "local"; "processes" of this machine, or "ray", which spread texts over processes
     address    of a Ray cluster that is running
-    workers    processes of Ray
+    workers    processes; by default one for each core, or as many as the cluster has room for
     progress   called with (units done, units in all); parts of units count
 
     >>> Execution(memory=4 << 30).engine
@@ -83,21 +84,27 @@ class Execution:
 
     device: str | None = None
     memory: int | None = None
-    engine: executor.Engine = "local"
+    engine: Engine = "local"
     address: str | None = None
     workers: int | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        executor.check(self.engine, self.address, self.workers)
+        self.executor("cpu")  # refuses what does not fit
 
     def on(self, model: nn.Module) -> str:
         """The device on which this model is measured."""
         return self.device or str(next(model.parameters()).device)
 
-    def gpus(self, device: str) -> int:
-        """GPUs that each process needs."""
-        return int(torch.device(device).type == "cuda")
+    def executor(self, device: str) -> Executor:
+        """What runs the texts."""
+        gpus = int(torch.device(device).type == "cuda")
+        return Executor(self.engine, self.workers, self.address, gpus, name=unit_name)
+
+
+def unit_name(unit: Unit) -> str:
+    """What errors call a text at one length."""
+    return f"text {unit.text} at {unit.length or 'all'} tokens"
 
 
 def with_old_names(

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import polars as pl
 import torch
 
-from heedful import store
 from heedful.notices import too_few
 from heedful.scan.answer import BASE, Answer, answer, compared, number
 from heedful.scan.statistics import Mean, bootstrap, exponent
 from heedful.shapes import Tensor
-from heedful.store import NUMBERS, RANK, Run
+from heedful.store import scans as store
+from heedful.store.scans import NUMBERS, RANK, Run
 
 Language = Literal["en", "zh"]
 POSITIONAL = frozenset(

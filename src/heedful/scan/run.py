@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 import heedful
-from heedful import executor as executors
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.modules import out_of_sight
+from heedful.hf.modules import Refused, out_of_sight
+from heedful.hf.probe import Probe
+from heedful.hf.prose import longest
 from heedful.hf.weights import loaded
 from heedful.scan.answer import FEWEST
 from heedful.scan.memory import lifted, limited
@@ -36,7 +35,7 @@ from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
 from heedful.scan.worker import Result, Task, Worker, survey
 from heedful.shapes import Tensor
-from heedful.store import RANK, Run
+from heedful.store.scans import RANK, Run
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
@@ -72,7 +71,7 @@ def scan(
     options, execution = with_old_names(options, execution, old)
     lengths = _lengths(lengths)
     if texts is None:
-        lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
+        lengths = lengths or (min(DEFAULT_LENGTH, longest(model) or DEFAULT_LENGTH),)
         texts = builtin(max(lengths))
         texts = texts if options.precision is not None else texts[:DEFAULT_TEXTS]
     device = execution.on(model)
@@ -94,11 +93,8 @@ def scan(
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
         local = execution.engine == "local"
         worker = partial(worker, tick=tick) if local else partial(worker, memory=execution.memory)
-        work = executors.run(
-            worker, plan.pending(), engine=execution.engine, address=execution.address, workers=execution.workers,
-            gpus=execution.gpus(device),
-        )  # fmt: skip
-        for result in work:
+        for done in execution.executor(device).run(worker, plan.pending()):
+            result = done.result()
             with lifted():
                 _write(result, run, beside)
             plan.note(result)
@@ -128,7 +124,7 @@ class _Side:
             model, tokenizer, setting.texts, setting.lengths, titles=options.titles, beyond=options.beyond,
             allow_unknown=options.allow_unknown,
         )  # fmt: skip
-        self.probe = hf.Probe(model)
+        self.probe = Probe(model)
         layers = survey(self.probe, _short(self.readings[0], setting.device), options.layers)
         chosen = _chosen(options.layers, len(layers))
         calls = len(layers) if chosen is None else max(chosen) + 1
@@ -185,7 +181,7 @@ def _manifest(
     }
 
 
-def _notes(model: nn.Module, probe: hf.Probe) -> dict[str, Any]:
+def _notes(model: nn.Module, probe: Probe) -> dict[str, Any]:
     """What `heedful.notices` makes sentences of."""
     found = {"weights": loaded(model).described(), "not_captured": out_of_sight(model), "draws": probe.draws}
     return {name: fact for name, fact in found.items() if fact}

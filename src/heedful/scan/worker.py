@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import heedful
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.calls import Call, difference
+from heedful.hf.calls import Call
+from heedful.hf.modules import Refused
+from heedful.hf.probe import Enough, Probe
 from heedful.measures import effective_rank
 from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
@@ -81,8 +81,8 @@ class Worker:
 
     def __init__(
         self,
-        model: hf.Probe,
-        against: hf.Probe | None,
+        model: Probe,
+        against: Probe | None,
         task: Task,
         tick: Tick | None = None,
         memory: int | None = None,
@@ -140,7 +140,7 @@ class Worker:
         return Result(unit, rows, other, delta, pictures)
 
     def _measure(
-        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
+        self, probe: Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
     ) -> tuple[list[Row], list[Row]]:
         """Rows of the chosen layers, and what `look` gave; the model stops after the last one, of `count` calls where
         that is known.
@@ -161,7 +161,7 @@ class Worker:
                 self.tick((call.at + 1) / self.task.calls)
             # A text on which the model calls other modules than on the first one is read to its end.
             if call.at == last and (layers is not None or call.name == self.task.last):
-                raise hf.Enough
+                raise Enough
 
         probe(given, visit, capture)
         found = [job.result() for job in jobs]
@@ -226,7 +226,7 @@ class Worker:
         }
 
 
-def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """The attention calls of a model in the order in which they run: what `layer` counts.
 
     layers   those that are to be measured, which are checked as they will be
@@ -257,7 +257,7 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
 
 def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
     """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
-    op = difference(one.part(*part).operator().float(), two.part(*part).operator().float())
+    op = one.part(*part).operator().float() - two.part(*part).operator().float()
     found = how.spectrum(op, 1)
     r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
     columns = {
