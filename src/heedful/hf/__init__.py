@@ -1,6 +1,5 @@
 """Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 try:
@@ -40,7 +39,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`scan` is imported when it is first asked for: it takes polars, and itself stands on this package."""
+    """`scan` is imported when it is first asked for: it needs polars, and it is built on the modules of this package."""
     if name == "scan":
-        return import_module("heedful.scan").scan
+        from heedful.scan import scan
+
+        return scan
     raise AttributeError(f"module 'heedful.hf' has no attribute {name!r}")
