@@ -175,3 +175,14 @@ def test_segments_on_another_device_are_refused():
     for segments, name in ((ids, "segments"), ((ids, ids), r"segments\[0\]")):
         with pytest.raises(ValueError, match=rf"{name}.*on meta, expected cpu"):
             h.Softmax()(x, x, x, segments=segments)
+
+
+def test_public_names_differ_by_more_than_capitals():
+    names = {name.lower() for name in h.__all__}
+    assert len(names) == len(h.__all__)
+
+
+def test_a_renamed_name_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"heedful\.identity is called heedful\.no_activation now"):
+        assert h.identity is h.no_activation
+    assert "identity" not in h.__all__

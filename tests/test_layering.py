@@ -32,10 +32,10 @@ MAY_IMPORT = {
     "patterns": ["shapes"],
     "segments": ["shapes", "patterns"],
     "feature_maps": ["shapes"],
-    "kernels": ["shapes", "patterns", "segments"],
+    "kernels": ["shapes", "patterns", "segments", "feature_maps"],
     "random_features": ["shapes", "constants", "feature_maps", "kernels"],
     "validation": ["shapes", "patterns", "segments"],
-    "operator": ["shapes", "segments", "kernels"],
+    "operator": ["shapes", "patterns", "segments", "kernels", "validation"],
     "core": ["shapes", "patterns", "segments", "kernels", "validation", "operator"],
     "mechanisms": CONTRACT,
     # numbers of an operator, layers, laws
@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "cli": [
         *CONTRACT,
         "mechanisms",
+        "nn",
         "store",
         "latex",
         "report",

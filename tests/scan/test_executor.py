@@ -13,7 +13,7 @@ import torch
 
 from heedful import executor
 from heedful.executor import EngineFailed, Executor, TaskFailed
-from heedful.scan import scan
+from heedful.scan import Execution, scan
 from heedful.store.scans import UNTIMED
 
 
@@ -137,7 +137,8 @@ def test_a_scan_in_other_processes_gives_the_same_bits(request, model, tmp_path,
         request.getfixturevalue("cluster")
     texts = tiny.ids(3, 24)
     here = scan(model, None, texts, out=tmp_path / "here")
-    there = scan(model, None, texts, engine=engine, workers=workers, out=tmp_path / "there")
+    execution = Execution(engine=engine, workers=workers)
+    there = scan(model, None, texts, out=tmp_path / "there", execution=execution)
     assert torch.get_num_threads() == 1
     assert there.rows.select(UNTIMED).equals(here.rows.select(UNTIMED))
     assert there.thumbnails().equals(here.thumbnails())

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("tokenizers")
 
+from heedful.feature_maps import Elu1
+from heedful.nn import MaskedSoftmax, MaterialisedLinear
+from heedful.patterns import Causal, Full, Window
+from heedful.random_features import FavorPlus
 from heedful.studies import fixed_heads, frozen_projections
 from heedful.studies.config import Group, Model, Run, Training, build
 from heedful.studies.corpora.__main__ import main as build_corpora
-from heedful.studies.data import BEGIN, END, PAD, Pairs, Side, batches, gather, load, shuffle_targets
+from heedful.studies.data import BEGIN, END, PAD, WIDTHS, Pairs, Side, batches, gather, load, shuffle_targets
 from heedful.studies.heads import describe_heads
+from heedful.studies.loss import token_loss
 from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
 from heedful.studies.score import difference, table
-from heedful.studies.train import batch_loss, make_optimiser, rate, start, train, train_step
+from heedful.studies.step import Steps, batch_loss, make_optimiser, rate, round_to
+from heedful.studies.train import start, train
 from heedful.studies.translate import search, translate
 
 CPU = torch.device("cpu")
@@ -46,7 +54,7 @@ def tiny(steps: int = 12, **options) -> Run:
 
 def test_the_hash_of_a_config_is_stable_and_tells_configs_apart():
     run = Run("fixed-heads", "8L", "de-5000", Training(1500))
-    assert run.key == "21dd199091e83876"
+    assert run.key == "3b7ead5c2b750e71"
     others = [replace(run, seed=1), replace(run, shuffled=True), replace(run, model=replace(run.model, dropout=0.1))]
     assert len({run.key, *(other.key for other in others)}) == 4
     studies = [*fixed_heads.runs(range(3)), *frozen_projections.runs(range(3))]
@@ -63,7 +71,7 @@ def test_every_cell_of_the_studies_takes_a_step(model, corpus):
     net = start(run, corpus.vocabulary, CPU)
     pairs = corpus.splits["train"]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    loss, norm = train_step(net, make_optimiser(net, run.training), gather(pairs, torch.arange(6)), run.training, 1)
+    loss, norm = Steps(net, run.training)(gather(pairs, torch.arange(6)), 1)
     assert loss.isfinite() and norm > 0
     stuck = [name for name, p in net.named_parameters() if torch.equal(p, before[name]) and not name.endswith("A")]
     assert not stuck  # the first step of a LoRA moves B alone
@@ -90,19 +98,18 @@ def test_a_batch_holds_the_sentences_and_their_words(corpus):
         assert (batch.wanted[row, m + 1 :] == PAD).all()
 
 
-def test_an_epoch_sees_every_pair_once_in_batches_of_bounded_size(corpus):
+def test_an_epoch_sees_every_pair_once_in_batches_of_few_shapes(corpus):
     pairs = corpus.splits["train"]
-    seen, chunks, rows = [], [], batches(pairs, 400, seed=5)
+    seen, shapes, rows = [], [], batches(pairs, 400, seed=5)
     while len(seen) < len(pairs):
         chunk = next(rows)
-        chunks.append(chunk)
-        assert max(gather(pairs, chunk).source.numel(), gather(pairs, chunk).given.numel()) <= 400
-        seen += chunk.tolist()
+        count, width = gather(pairs, chunk).source.shape
+        assert width in WIDTHS and count == 400 // width
+        shapes.append((count, width))
+        seen += [row for row in chunk.tolist() if row >= 0]
     assert sorted(seen) == list(range(len(pairs)))
-    epochs = batches(pairs, 400, seed=5)
-    count = len(chunks)
-    shapes = [[gather(pairs, chunk).source.shape for chunk in islice(epochs, count)] for _ in range(3)]
-    assert sorted(shapes[0]) == sorted(shapes[1]) == sorted(shapes[2])
+    again = [tuple(gather(pairs, chunk).source.shape) for chunk in islice(rows, len(shapes))]
+    assert sorted(shapes) == sorted(again)
     first, second, other = ([x.tolist() for x in islice(batches(pairs, 400, seed), 5)] for seed in (5, 5, 6))
     assert first == second != other
 
@@ -128,10 +135,9 @@ def test_eight_pairs_are_learned_by_heart_and_translated_back(corpus, data):
     model = Model(encoder=SEVEN, width=64, head_dim=8, hidden=128, layers=1, dropout=0.0)
     run = Run("smoke", "overfit", "small-160", Training(60, rate=5e-3, smoothing=0.0), model)
     net = start(run, corpus.vocabulary, CPU)
-    optimiser = make_optimiser(net, run.training)
-    batch = gather(pairs, torch.arange(8))
+    steps, batch = Steps(net, run.training), gather(pairs, torch.arange(8))
     for step in range(1, 61):
-        loss, _ = train_step(net, optimiser, batch, run.training, step)
+        loss, _ = steps(batch, step)
     assert loss < 0.05
     wanted = [pairs.target.tokens[pairs.target.starts[i] : pairs.target.starts[i + 1]].tolist() for i in range(8)]
     assert translate(net, pairs, CPU, beam=3) == wanted
@@ -200,9 +206,49 @@ def test_padding_costs_nothing_of_the_loss(corpus):
     net = build(Model(encoder=SEVEN, **TINY), corpus.vocabulary).eval()
     pairs = corpus.splits["train"]
     rows = torch.tensor([0, 20, 5])
-    together = batch_loss(net, gather(pairs, rows), reduction="sum")
-    apart = sum(batch_loss(net, gather(pairs, rows[i : i + 1]), reduction="sum") for i in range(3))
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-4)
+    together = batch_loss(net, gather(pairs, rows))
+    torch.testing.assert_close(together, batch_loss(net, gather(pairs, torch.tensor([0, 20, 5, -1, -1]))))
+    batches_of_one = [gather(pairs, rows[i : i + 1]) for i in range(3)]
+    counts = [(batch.wanted != PAD).sum() for batch in batches_of_one]
+    apart = sum(count * batch_loss(net, batch) for count, batch in zip(counts, batches_of_one, strict=True))
+    torch.testing.assert_close(together, apart / sum(counts), rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_and_its_gradients_are_those_of_torch(corpus):
+    """In float64, with smoothed labels and with padding."""
+    torch.manual_seed(0)
+    x, E = torch.randn(9, 6).double().requires_grad_(), torch.randn(11, 6).double().requires_grad_()
+    wanted = torch.tensor([3, PAD, 10, 4, 4, 1, PAD, 7, 2])
+    for smoothing in (0.0, 0.1):
+        known = torch.nn.functional.cross_entropy(x @ E.mT, wanted, ignore_index=PAD, label_smoothing=smoothing)
+        found = token_loss(x, E, wanted, smoothing, PAD)
+        torch.testing.assert_close(found, known)
+        grads = [torch.autograd.grad(3 * loss, (x, E)) for loss in (found, known)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "cell", [*fixed_heads.CELLS, "hadamard", "linear, learned", "favor+, learned", "window, learned"]
+)
+def test_a_step_never_waits_for_the_device(cell, corpus):
+    """What a CUDA graph can't capture: reading a number back, and tensors made from the host's."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh"), func
+            return func(*args, **(kwargs or {}))
+
+    model = replace(
+        (fixed_heads.CELLS | frozen_projections.CELLS | frozen_projections.COMBINED)[cell],
+        width=64,
+        head_dim=8,
+        hidden=32,
+        layers=2,
+    )
+    net = start(Run("smoke", cell, "small-160", Training(2), model), corpus.vocabulary, CPU)
+    batch = gather(corpus.splits["train"], torch.arange(6))
+    with Watch():
+        batch_loss(net, batch, 0.1).backward()
 
 
 def test_a_run_is_recorded_once_and_whole(data, tmp_path):
@@ -275,3 +321,38 @@ def test_differences_are_paired_by_seed():
     assert difference(base, base) == ""
     lines = table([*base, *other]).splitlines()
     assert "| +1.00 ± 0.25 |" in lines[2] and "12.00 ± 2.00" in lines[3]
+
+
+def test_rounded_weights_follow_their_float32_masters(corpus):
+    """What a GPU does, on the CPU: bfloat16 computes, float32 is updated, and both descend alike."""
+    run = replace(tiny(20), model=replace(tiny().model, dropout=0.0), training=Training(20, rate=3e-3, warmup=0.5))
+    batch = gather(corpus.splits["train"], torch.arange(12))
+    exact, rounded = (Steps(start(run, corpus.vocabulary, CPU), run.training) for _ in range(2))
+    rounded.masters = [torch.nn.Parameter(p.detach().clone()) for p in rounded.weights]
+    round_to(rounded.model, torch.bfloat16)
+    rounded.optimiser = make_optimiser(rounded.masters, run.training)
+    losses = torch.stack([torch.stack([steps(batch, at)[0] for steps in (exact, rounded)]) for at in range(1, 21)])
+    torch.testing.assert_close(losses[:, 1], losses[:, 0], rtol=0.01, atol=0)
+    assert losses[-1, 1] < losses[0, 1] - 0.3
+    for master, weight in zip(rounded.masters, rounded.weights, strict=True):
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("pattern", [Full(), Causal(), Window(3)])
+@pytest.mark.parametrize(
+    "make",
+    [MaskedSoftmax, partial(MaterialisedLinear, Elu1()), partial(MaterialisedLinear, FavorPlus(8, 16))],
+    ids=["softmax", "linear", "favor+"],
+)
+def test_mechanisms_for_short_sequences_are_their_matrix(make, pattern):
+    if make is not MaskedSoftmax and isinstance(pattern, Window):
+        return
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
+    attend = make(pattern).double()
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0] * 9])[:, None]
+    keys = torch.tensor([[0] * 5 + [-1] * 4, [-1] * 9])[:, None]  # the second sees nothing
+    for segments in (None, ids, *([(torch.zeros_like(ids), keys)] if isinstance(pattern, Full) else [])):
+        known = attend.matrix(q, k, segments=segments) @ v
+        torch.testing.assert_close(attend(q, k, v, segments=segments), known)
+    torch.testing.assert_close(attend(q[..., -1:, :], k, v), attend.matrix(q, k)[..., -1:, :] @ v)

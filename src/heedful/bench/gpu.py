@@ -28,9 +28,8 @@ from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
-from heedful.mechanisms.strided import StridedSoftmax
 from heedful.nn.attention import Attention
-from heedful.patterns import Causal, Full, Window
+from heedful.patterns import Causal, Full, Strided, Window
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
 from heedful.store import version
@@ -217,6 +216,8 @@ def _decode_least(case: GpuCase) -> tuple[float, float]:
 
 LINEAR, RAW, RETENTION = Linear(Elu1(), Causal()), Linear(Identity(), Causal(), normalise=False), Retention(0.97)
 WINDOW = Softmax(Window(511))
+STRIDED_128, STRIDED_256 = (Softmax(Strided(stride) & Causal()) for stride in (128, 256))
+STRIDED_WINDOW = Softmax((Strided(256) | Window(255)) & Causal())
 
 GPU_CASES = (
     GpuCase("causal linear, elu + 1, normalised", 1, 65536, Contender("heedful", attend(LINEAR)),
@@ -234,12 +235,12 @@ GPU_CASES = (
             _favor_least),
     GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0),
             _favor_least),
-    GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
-            (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
-    GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(StridedSoftmax(256))), (DENSE_CAUSAL,),
-            (1.6, 6.0), StridedSoftmax(256)),
-    GpuCase("strided l = 256 and its window", 1, 65536, Contender("heedful", attend(StridedSoftmax(256, 256))),
-            (DENSE_CAUSAL,), None, StridedSoftmax(256, 256)),
+    GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(STRIDED_128)),
+            (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), STRIDED_128),
+    GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(STRIDED_256)), (DENSE_CAUSAL,),
+            (1.6, 6.0), STRIDED_256),
+    GpuCase("strided l = 256 and its window", 1, 65536, Contender("heedful", attend(STRIDED_WINDOW)),
+            (DENSE_CAUSAL,), None, STRIDED_WINDOW),
     GpuCase("window 512", 1, 65536, Contender("heedful", attend(WINDOW)),
             (flex(_window_mask), peers.LOCAL_ATTENTION), (0.80, 3.4), WINDOW),
     GpuCase("window 512", 4, 8192, Contender("heedful", attend(WINDOW)), (flex(_window_mask),), None, WINDOW),

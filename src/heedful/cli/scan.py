@@ -91,7 +91,7 @@ def scan_command(
             from heedful import hf
             from heedful.cli.scan_terminal import print_scan, progress_bar
             from heedful.hf.load import quiet
-            from heedful.scan import scan
+            from heedful.scan import Execution, ScanOptions, scan
             from heedful.scan.memory import keep_pages, parse
 
             quiet()
@@ -106,30 +106,23 @@ def scan_command(
             other = None if against is None else load(against)
         read, titles, given = _texts(texts or [], texts_count, given, hf.longest(network))
         with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell:
-            found = scan(
-                network,
-                tokenizer,
-                read,
-                lengths=given,
+            options = ScanOptions(
                 layers=_numbers("--layers", layers),
-                precision=precision,
                 against=other,
-                out=folder,
-                resume=resume,
-                engine=engine,  # type: ignore[arg-type]
-                address=address,
-                workers=workers,
-                memory=limit,
-                device=device,
-                seed=seed,
+                precision=precision,
                 budget=budget,
+                seed=seed,
                 beyond=beyond,
                 allow_unknown=allow_unknown,
                 name=model,
                 against_name=against,
                 titles=titles,
-                progress=tell,
             )
+            execution = Execution(device, limit, engine, address, workers, tell)  # type: ignore[arg-type]
+            found = scan(
+                network, tokenizer, read, lengths=given, out=folder, resume=resume, options=options,
+                execution=execution,
+            )  # fmt: skip
         if as_json:
             print_json((found.table() if found.against is None else found.compare(found.against)).to_dicts())
             return

@@ -78,6 +78,32 @@ def print_page(page: Page, png: Path | None) -> None:
     print_parts(console, *parts)
 
 
+def print_stages(page: Page) -> None:
+    """Where the flops of a layer go, stage by stage."""
+    cost = page.layer_cost
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row(*(Text(heading, style="dim") for heading in ("stage", "flops", "share", "elementwise")))
+    for stage in cost.stages:
+        share = f"{100 * stage.flops / max(cost.flops, 1):.1f} %"
+        table.add_row(stage.name, _amount(stage.flops), share, _amount(stage.elementwise) if stage.elementwise else "")
+    table.add_row("total", _amount(cost.flops), "", _amount(sum(stage.elementwise for stage in cost.stages)))
+    width, heads = page.heads * page.d, "1 head" if page.heads == 1 else f"{page.heads} heads"
+    print_parts(
+        make_console(widest=110),
+        two_ends(Text(page.entry.name, style="bold"), Text(page.entry.family, style="cyan")),
+        Text(f"one layer, {width} wide: n = {page.n}, d = {page.d}, {heads}, batch 1", style="dim"),
+        Padding(table, (1, 0, 1, 2)),
+        Text(
+            "flops are of matrix products, a multiply-add being two. elementwise counts the numbers that get a "
+            "function of their own, such as an exponential; they are not among the flops.",
+            style="dim",
+        ),
+    )
+
+
 def make_console(widest: int = 160) -> Console:
     console = Console(highlight=False)
     console.width = min(console.width, widest)

@@ -17,7 +17,7 @@ from heedful.hf.probe import Attending, Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
 
 if TYPE_CHECKING:
-    from heedful.scan import scan
+    from heedful.scan import Execution, ScanOptions, scan
 
 __all__ = [
     "PACKAGED",
@@ -25,9 +25,11 @@ __all__ = [
     "Call",
     "CheckFailed",
     "Enough",
+    "Execution",
     "Notice",
     "Probe",
     "Refused",
+    "ScanOptions",
     "encode",
     "load",
     "longest",
@@ -39,9 +41,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`scan` is imported when it is first asked for: it needs polars, and it is built on the modules of this package."""
-    if name == "scan":
-        from heedful.scan import scan
+    """Import `scan` and its options when they are first asked for: they need polars, and modules of this package."""
+    if name in ("Execution", "ScanOptions", "scan"):
+        from heedful import scan
 
-        return scan
+        return getattr(scan, name)
     raise AttributeError(f"module 'heedful.hf' has no attribute {name!r}")

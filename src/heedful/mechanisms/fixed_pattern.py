@@ -19,13 +19,13 @@ Word ids belong to a batch, so they come with each call, as segments do; `cost` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage
 from heedful.kernels.fixed_heads import fixed_heads
 from heedful.kernels.fixed_heads.reference import APART
 from heedful.kernels.prefix import weighted_prefix_mean
@@ -235,7 +235,7 @@ class FixedPattern(Mechanism):
             terms = tokens * (min(BLOCK, tokens) + 2)
         else:
             terms = 0
-        return Cost(flops=2 * dims.batch * terms * dims.e, bytes=dims.io_bytes)
+        return Cost.of_stages(Stage("aggregation", 2 * dims.kv_batch * terms * dims.e), bytes=dims.io_bytes)
 
     def explain(self, q, k, v, *, segments=None, words=None):
         words = self._words(words)
@@ -257,8 +257,7 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
         v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return nothing_seen(q, k, v)
-    rows = fixed_heads.again(v, kinds, n) if v.is_cuda and not torch.compiler.is_compiling() else None
-    return _unread(fixed_heads(v, kinds, n) if rows is None else rows, q, k)
+    return _unread(fixed_heads(v, kinds, n), q, k)
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -345,8 +344,7 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         return out.expand(*batch, -1, -1).clone(), Recent(values, mean, state.length + 1)
 
     def cost(self, dims: Dims) -> Cost:
-        cost = super().cost(dims)
-        return Cost(cost.flops, cost.bytes, dims.batch * dims.e * (self._kept + (self.kind == "left")))
+        return replace(super().cost(dims), state=dims.kv_batch * dims.e * (self._kept + (self.kind == "left")))
 
 
 def _count_words(words: Tensor, ids: Tensor, where: Tensor, own: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.core import Cost, Dims, RecurrentMechanism, Stage, softmax_stages
 from heedful.feature_maps import LogFeatureMap
 from heedful.kernels.chunked_linear import attend_to_logs
 from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
-from heedful.mechanisms.linear_base import _log_products, _state_dtype
+from heedful.mechanisms.linear_base import log_products, state_dtype
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features.maps import RandomFeatures
 from heedful.segments import in_last, per_segment, positions, resolve, take_tokens, visible
@@ -107,7 +107,7 @@ class LowRankSparse(RecurrentMechanism):
         distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
         with as_given(q):
             exact = q @ k.mT * self._scale(q)
-            log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k))
+            log = log_products(self.feature_map.log_query(q), self.feature_map.log_key(k))
         log = torch.where(distance.abs() < self.window, exact.to(log.dtype), log)
         log = log.masked_fill(~visible(self.pattern, n, m, segments, q.device), -inf)
         if m:
@@ -173,8 +173,10 @@ class LowRankSparse(RecurrentMechanism):
 
     def _empty(self, k: Tensor, v: Tensor, length: Tensor) -> Queue:
         """A state with a queue and nothing that has left it."""
-        batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
-        r, wide = self.feature_map.dim(k.shape[-1]), _state_dtype(k.dtype)
+        heads = self.feature_map.heads or 1
+        own = (heads,) if heads > 1 else ()  # heads with features of their own have a state each
+        batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape, own)
+        r, wide = self.feature_map.dim(k.shape[-1]), state_dtype(k.dtype)
         zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
         scale = k.new_full((*batch, r), -inf, dtype=wide)
         return Queue(zeros[..., :-1], zeros[..., -1], scale, k, v, length)
@@ -238,11 +240,15 @@ class LowRankSparse(RecurrentMechanism):
             if (tokens := max(time - delay, 0))
         )
         far += (dims.n + old) * r * e * bool(old)
-        features = (dims.n + dims.m) * self.feature_map.flops(dims.d)
-        return Cost(
-            flops=dims.batch * (2 * (pairs * (dims.d + dims.e) + far) + features),
+        heads = self.feature_map.heads or 1
+        made = dims.batch * dims.n + dims.states(heads) * dims.m  # features
+        queue = dims.kv_batch * min(dims.m, self.window) * (dims.d + dims.e)
+        return Cost.of_stages(
+            *softmax_stages(dims.batch * pairs, dims.d, dims.e),
+            Stage("features", made * self.feature_map.flops(dims.d), elementwise=made * r),
+            Stage("far keys", 2 * dims.batch * far),
             bytes=dims.io_bytes,
-            state=dims.batch * (r * (e + 1) + min(dims.m, self.window) * (dims.d + dims.e)),
+            state=dims.states(heads) * r * (e + 1) + queue,
         )
 
     def explain(self, q, k, v, *, segments=None):

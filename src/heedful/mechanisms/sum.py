@@ -20,6 +20,7 @@ from torch import nn
 from heedful.constants import rounded_anew
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
+from heedful.operator import Products
 from heedful.shapes import Float, Tensor, broadcast_shapes
 from heedful.validation import check_inputs
 
@@ -132,13 +133,13 @@ class Sum(Mechanism):
         adjoints: list[Callable[[Tensor], Tensor]] = [
             part.products(q, k, segments=segments)[1] for part in self._parts()
         ]
-        return lambda x: self(q, k, x, segments=segments), lambda y: self._add(back(y) for back in adjoints)
+        return Products(lambda x: self(q, k, x, segments=segments), lambda y: self._add(back(y) for back in adjoints))
 
     def cost(self, dims: Dims) -> Cost:
         costs = [part.cost(dims) for part in self._parts()]
         states = [cost.state for cost in costs if cost.state is not None]
-        return Cost(
-            flops=sum(cost.flops for cost in costs),
+        return Cost.of_stages(
+            *(stage for cost in costs for stage in cost.stages),
             bytes=dims.io_bytes + sum(cost.bytes - dims.io_bytes for cost in costs),  # inputs need reading once
             state=sum(states) if isinstance(self, RecurrentMechanism) else None,
         )

@@ -2,6 +2,8 @@
 
 from heedful.nn.attention import Attention
 from heedful.nn.fixed_heads import FixedHeads
+from heedful.nn.masked_softmax import MaskedSoftmax
+from heedful.nn.materialised_linear import MaterialisedLinear
 from heedful.nn.multihead import MultiheadAttention
 from heedful.nn.projections import FrozenProjection, Gaussian, Hadamard, LoRA, Orthogonal
 from heedful.nn.rope import Rope
@@ -26,6 +28,8 @@ __all__ = [
     "Hadamard",
     "Heads",
     "LoRA",
+    "MaskedSoftmax",
+    "MaterialisedLinear",
     "MultiheadAttention",
     "Orthogonal",
     "Rope",

@@ -225,11 +225,15 @@ class Transformer(nn.Module):
         *,
         segments: Int[Tensor, "b n"] | None = None,
         words: Int[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "*b n"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """What the decoder attends to: the normed tokens after the last layer of the encoder."""
+        """What the decoder attends to: the normed tokens after the last layer of the encoder.
+
+        positions   of the tokens; counted in their segments by default, which takes a sort
+        """
         if self.encoder_norm is None:
             raise TypeError("encode: this Transformer has no encoder; build it with encoder=[…].")
-        x = self._embed(source, segments)
+        x = self.embed(source, segments, positions)
         for layer in self.encoder:
             x = layer(x, segments=segments, words=words)
         return self.encoder_norm(x)
@@ -250,7 +254,7 @@ class Transformer(nn.Module):
             ids = torch.zeros_like(target) if segments is None else segments
             keys = torch.zeros_like(memory[..., 0], dtype=torch.long) if memory_segments is None else memory_segments
             both = ids, keys
-        x = self._embed(target, segments)
+        x = self.embed(target, segments)
         for layer in self.decoder:
             x = layer(x, memory, segments=segments, memory_segments=both)
         return self.decoder_norm(x)
@@ -258,10 +262,18 @@ class Transformer(nn.Module):
     def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocabulary"]:
         return nn.functional.linear(x, self.embedding.weight)
 
-    def _embed(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
+    def embed(
+        self,
+        tokens: Int[Tensor, "b n"],
+        segments: Int[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "*b n"] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        """What the first layer reads: embeddings and, if they are added, positions, counted in segments by default."""
         x = self.embedding(tokens) * self.width**0.5
         if self.positions is not None:
-            x = self.positions(x, None if segments is None else positions_of(segments))
+            if positions is None and segments is not None:
+                positions = positions_of(segments)
+            x = self.positions(x, positions)
         return self.dropout(x)
 
 

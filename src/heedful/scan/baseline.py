@@ -27,7 +27,7 @@ import torch
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank, energy_share, head_measures
 from heedful.measures.rows import over_rows
-from heedful.measures.search import block_of
+from heedful.measures.search import SearchOptions, block_of
 from heedful.measures.stopping import BLOCK
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
@@ -109,9 +109,8 @@ class Baselines:
         q, k = (x.flatten(0, 1).to(head.device, head.dtype) for x in (q, k))
         op = Softmax(head.pattern, scale=1.0).operator(q, k)
         budget = self.budget * block_of(op) // BLOCK
-        found = head_measures(
-            op, min(self.values, head.n, head.m), tau=(0.9, 0.95), budget=budget, failure=0, seed=self.seed
-        )
+        search = SearchOptions(budget, failure=0, seed=self.seed)
+        found = head_measures(op, min(self.values, head.n, head.m), tau=(0.9, 0.95), search=search)
 
         def mean(x: Tensor) -> Any:
             return x.double().cpu().unflatten(0, (len(spreads), DRAWS)).mean(1).tolist()

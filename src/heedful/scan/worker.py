@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import heedful
-from heedful.hf.calls import Call, difference
+from heedful.hf.calls import Call
 from heedful.hf.modules import Refused
 from heedful.hf.probe import Enough, Probe
 from heedful.measures import effective_rank
@@ -54,12 +54,28 @@ Look = Callable[[Call], Callable[[Part, Matrix], list[Row]]]
 """What else to do about a call: a function of some of its heads and their weights, to be run when they are measured."""
 
 
-class Worker:
-    """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
+@dataclass(frozen=True)
+class Task:
+    """What to measure of every unit.
 
-    count    of attention calls in a run of the model
-    ends     the name of the last one
-    tick     told which part of the unit is done, after each layer
+    how      heads are measured
+    device   on which the model runs
+    layers   attention calls to measure; None: all
+    calls    attention calls after which a run of the model may stop
+    last     the name of the module that makes the last of these calls
+    """
+
+    how: Measuring
+    device: str
+    layers: tuple[int, ...] | None
+    calls: int
+    last: str
+
+
+class Worker:
+    """Measures units. Each process makes one; the rows of a unit do not depend on the units before.
+
+    tick     is told, after each layer, which share of the unit is done
     memory   bytes that the process may take while it measures
     """
 
@@ -67,20 +83,16 @@ class Worker:
         self,
         model: Probe,
         against: Probe | None,
-        layers: tuple[int, ...] | None,
-        how: Measuring,
-        device: str,
-        count: int,
-        ends: str,
+        task: Task,
         tick: Tick | None = None,
         memory: int | None = None,
     ):
         self.probe, self.other = model, against
         for probe in (model, against):
             if probe is not None:
-                probe.model.to(device)
-        self.layers, self.how, self.device, self.count, self.ends = layers, how, device, count, ends
-        self.tick, self.memory = tick, memory
+                probe.model.to(task.device)
+        self.task, self.tick, self.memory = task, tick, memory
+        how, device = task.how, task.device
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
         # On a GPU two threads measure while this one runs the model: they wait for the host's share of the work.
         self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
@@ -106,7 +118,7 @@ class Worker:
                 {"layer": call.at, "head": head, **picture} for head, picture in enumerate(thumbnails(matrix), part[0])
             ]
 
-        rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.count)
+        rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.task.calls)
         other: list[Row] = []
         delta: list[Row] = []
         if self.other is not None:
@@ -121,7 +133,7 @@ class Worker:
                 key = {"text": unit.text, "length": rows[0]["length"], "layer": call.at}
                 return lambda part, matrix: [
                     {**key, **row, "relative": (row["energy"] / energies[call.at, row["head"]]) ** 0.5}
-                    for row in apart(mine, call, part, self.how)
+                    for row in apart(mine, call, part, self.task.how)
                 ]
 
             other, delta = self._measure(self.other, unit, unit.other, compare)
@@ -135,19 +147,20 @@ class Worker:
 
         What a model does after its last call, the probe has seen when it checked inputs of this form.
         """
-        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        given = {name: x.to(self.task.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         tokens = given.get("input_ids")
         jobs: list[Job[tuple[list[Row], list[Row]]]] = []
-        last = max(self.layers) if self.layers is not None else None if count is None else count - 1
-        along = Along(self.layers, tokens, lambda: self.own.kept, self.rooms, self.team)
+        layers = self.task.layers
+        last = max(layers) if layers is not None else None if count is None else count - 1
+        along = Along(layers, tokens, lambda: self.own.kept, self.rooms, self.team)
 
         def visit(call: Call) -> None:
-            if self.layers is None or call.at in self.layers:
+            if layers is None or call.at in layers:
                 jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, along.take()))
             if self.tick is not None:
-                self.tick((call.at + 1) / self.count)
-            # A text on which the model does otherwise than on the first one is read to its end.
-            if call.at == last and (self.layers is not None or call.name == self.ends):
+                self.tick((call.at + 1) / self.task.calls)
+            # A text on which the model calls other modules than on the first one is read to its end.
+            if call.at == last and (layers is not None or call.name == self.task.last):
                 raise Enough
 
         probe(given, visit, along)
@@ -187,7 +200,7 @@ class Worker:
         ):  # a thread starts with the first GPU
             passed = read()
             looked = more(part, passed.matrix)
-            found = measured(call.part(*part), passed, self.how, self.baselines, first=part[0])
+            found = measured(call.part(*part), passed, self.task.how, self.baselines, first=part[0])
         self.rooms.give_back(passed.room)
         if _writes(call) != written:
             raise Refused(
@@ -207,8 +220,8 @@ class Worker:
             "turn": call.turn,
             **row,
             "seconds": seconds,
-            "seed": self.how.seed,
-            "device": self.device,
+            "seed": self.task.how.seed,
+            "device": self.task.device,
             "version": heedful.__version__,
         }
 
@@ -244,7 +257,7 @@ def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = 
 
 def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
     """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
-    op = difference(one.part(*part).operator().float(), two.part(*part).operator().float())
+    op = one.part(*part).operator().float() - two.part(*part).operator().float()
     found = how.spectrum(op, 1)
     r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
     columns = {

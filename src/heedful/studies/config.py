@@ -11,8 +11,18 @@ from typing import Any
 
 from heedful.core import Mechanism
 from heedful.feature_maps import Elu1
-from heedful.mechanisms import Linear, Softmax
-from heedful.nn import FixedHeads, Gaussian, Hadamard, Heads, Orthogonal, Transformer, adapted, trained
+from heedful.nn import (
+    FixedHeads,
+    Gaussian,
+    Hadamard,
+    Heads,
+    MaskedSoftmax,
+    MaterialisedLinear,
+    Orthogonal,
+    Transformer,
+    adapted,
+    trained,
+)
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features import FavorPlus
 
@@ -62,7 +72,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """AdamW with linear warmup and a cosine to a tenth of the peak; a step is a batch of about `tokens` a side."""
+    """AdamW with linear warmup and a cosine to a tenth of the peak; a step is a batch of about `tokens` a side.
+
+    precision   of weights and activations on a GPU; AdamW keeps float32 weights. A CPU computes in float32
+    """
 
     steps: int
     tokens: int = 8192
@@ -72,6 +85,7 @@ class Training:
     smoothing: float = 0.1
     clip: float = 1.0
     evaluations: int = 20
+    precision: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -128,10 +142,10 @@ def _mechanism(group: Group, causal: bool, head_dim: int) -> Mechanism:
             f"mechanism: {group.mechanism!r} names {len(kinds)} kinds, expected one for each of {group.count}."
         )
     known: dict[str, Callable[[], Mechanism]] = {
-        "softmax": lambda: Softmax(pattern),
-        "window": lambda: Softmax(Window(16) if causal else Window(16, 16)),
-        "linear": lambda: Linear(Elu1(), pattern),
-        "favor+": lambda: Linear(FavorPlus(head_dim, 64), pattern),
+        "softmax": lambda: MaskedSoftmax(pattern),
+        "window": lambda: MaskedSoftmax(Window(16) if causal else Window(16, 16)),
+        "linear": lambda: MaterialisedLinear(Elu1(), pattern),
+        "favor+": lambda: MaterialisedLinear(FavorPlus(head_dim, 64), pattern),
         "token": lambda: FixedHeads(kinds),
         "word": lambda: FixedHeads(kinds, words=True),
     }

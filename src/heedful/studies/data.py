@@ -1,8 +1,8 @@
 """Encoded pairs of sentences, and the batches that a run sees.
 
-A batch holds pairs of similar length, both sides padded on the right to the same multiple of 8 tokens. So every epoch
-has batches of the same few shapes, for which kernels are prepared once. Which pairs a step sees depends on the seed and
-the number of the step alone.
+A batch holds pairs of similar length, both sides padded on the right to the same width, one of WIDTHS, and has as many
+rows as fit. So training has a dozen shapes, for each of which a step is captured once. Which pairs a step sees depends
+on the seed and the number of the step alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def shuffle_targets(pairs: Pairs, seed: int) -> Pairs:
 
 
 def batches(pairs: Pairs, tokens: int, seed: int) -> Iterator[Int[Tensor, " b"]]:
-    """Numbers of the pairs of each step, without end: every pair once an epoch."""
+    """Numbers of the pairs of each step, without end: every pair once an epoch, −1 where a batch has a row too many."""
     longest = torch.maximum(pairs.source.lengths, pairs.target.lengths) + 1
     epoch = 0
     while True:
@@ -101,43 +101,51 @@ def batches(pairs: Pairs, tokens: int, seed: int) -> Iterator[Int[Tensor, " b"]]
         order = torch.randperm(len(pairs), generator=generator)
         chunks = by_length(longest, tokens, order)
         for at in torch.randperm(len(chunks), generator=generator).tolist():
-            yield chunks[at]
+            missing = max(1, tokens // padded_width(int(longest[chunks[at]].max()))) - len(chunks[at])
+            yield torch.cat([chunks[at], torch.full((missing,), -1)])
         epoch += 1
 
 
 def by_length(lengths: Int[Tensor, " s"], tokens: int, order: Int[Tensor, " s"]) -> list[Int[Tensor, " b"]]:
-    """Divide pairs into batches of similar length, of at most `tokens` after padding; ties stay in the given order."""
-    order = order[lengths[order].argsort(stable=True)]
-    widths = rounded(lengths[order]).tolist()
+    """Divide pairs into batches of similar length, of at most `tokens` after padding; ties stay in the given order.
+
+    The longest come first, so all batches but the last have as many rows as fit.
+    """
+    order = order[lengths[order].argsort(stable=True, descending=True)]
     chunks, start = [], 0
-    for at, width in enumerate(widths):
-        if (at + 1 - start) * width > tokens and at > start:
-            chunks.append(order[start:at])
-            start = at
-    return [*chunks, order[start:]]
+    while start < len(order):
+        rows = max(1, tokens // padded_width(int(lengths[order[start]])))
+        chunks.append(order[start : start + rows])
+        start += rows
+    return chunks
 
 
-def rounded(length):
-    """The multiple of 8 that a length is padded to."""
-    return (length + 7) // 8 * 8
+WIDTHS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+
+
+def padded_width(length: int) -> int:
+    """The first of WIDTHS that holds so many tokens; beyond them, a multiple of 64."""
+    return next((width for width in WIDTHS if width >= length), -(-length // 64) * 64)
 
 
 def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = None) -> Batch:
-    """The batch of these pairs, on the device."""
-    width = rounded(max(int(side.lengths[rows].max()) for side in pairs) + 1)
+    """The batch of these pairs, on the device; a row of −1 is an empty sentence with nothing wanted."""
+    width = padded_width(max(int(side.lengths[rows[rows >= 0]].max()) for side in pairs) + 1)
+    empty = (rows < 0)[:, None]
+    rows = rows.clamp(min=0)
     source, begins = _padded(pairs.source, rows, width)
-    lengths = pairs.source.lengths[rows][:, None]
+    lengths = pairs.source.lengths[rows][:, None].masked_fill(empty, 0)
     at = torch.arange(width)
     source = torch.where(at == lengths, END, source)
     target, _ = _padded(pairs.target, rows, width)
     ends = pairs.target.lengths[rows][:, None]
     given = torch.cat([torch.full_like(target[:, :1], BEGIN), target[:, :-1]], 1)
-    wanted = torch.where(at == ends, END, target)
+    wanted = torch.where(at == ends, END, target).masked_fill(empty, PAD)
     words = (begins | (at == lengths)).cumsum(1)
     batch = Batch(source, torch.where(at <= lengths, 0, -1), words, given, wanted)
     if device is None or device.type == "cpu":
         return batch
-    return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in batch))
+    return Batch(*torch.stack(batch).pin_memory().to(device, non_blocking=True))
 
 
 def _padded(side: Side, rows: Int[Tensor, " b"], width: int) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:

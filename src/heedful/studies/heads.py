@@ -15,7 +15,7 @@ import torch
 from heedful.nn import Attention, Transformer
 from heedful.shapes import Bool, Float, Int, Tensor
 from heedful.studies.data import Batch, Pairs, by_length, gather
-from heedful.studies.train import reduced_precision
+from heedful.studies.step import encode
 
 
 @torch.no_grad()
@@ -62,8 +62,7 @@ def _matrices(model: Transformer, batch: Batch) -> list[Float[Tensor, "b h n n"]
     mechanisms = {id(layer.mechanism): layer.mechanism for layer in _attentions(model)}
     hooks = [mechanism.register_forward_pre_hook(note, with_kwargs=True) for mechanism in mechanisms.values()]
     try:
-        with reduced_precision(batch.source.device):
-            model.encode(batch.source, segments=batch.segments, words=batch.words)
+        encode(model, batch)
     finally:
         for hook in hooks:
             hook.remove()

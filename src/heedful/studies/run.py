@@ -7,6 +7,7 @@ written at once; runs that are recorded already are skipped.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import queue
@@ -27,15 +28,19 @@ from heedful.studies.config import Run
 from heedful.studies.data import load
 from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished
+from heedful.studies.step import prepare
 from heedful.studies.train import summary, train
 from heedful.studies.translate import translate
 
 STUDIES = {"fixed-heads": fixed_heads, "frozen-projections": frozen_projections}
 
 
-def work(run: Run, data: Path, device: torch.device, notice: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def work(
+    run: Run, data: Path, device: torch.device, notice: Callable[[], None] = lambda: None, *, graphs: bool = True
+) -> list[dict[str, Any]]:
     """Train, test and translate one run; its record. `notice` is called whenever some steps are done."""
-    lines: list[dict[str, Any]] = [{"kind": "config", "config": asdict(run), "hardware": hardware(device)}]
+    config = {"kind": "config", "config": asdict(run), "hardware": hardware(device), "graphs": graphs}
+    lines: list[dict[str, Any]] = [config]
     corpus = load(data / run.corpus, run.direction)
     lines[0]["corpus"] = {key: corpus.card[key] for key in ("checksum", "vocabulary")}
     began = time.perf_counter()
@@ -44,7 +49,7 @@ def work(run: Run, data: Path, device: torch.device, notice: Callable[[], None] 
         lines.append(line)
         notice()
 
-    model = train(run, corpus, device, record)
+    model = train(run, corpus, device, record, graphs=graphs)
     trained = time.perf_counter()
     outputs = {name: translate(model, corpus.splits[name], device) for name in ("test", "test_unseen")}
     steps = [line for line in lines if line["kind"] == "steps"]
@@ -90,7 +95,9 @@ def select(args: argparse.Namespace) -> list[Run]:
         runs = [replace(run, shuffled=True) for run in runs]
     if args.tiny:
         small = {"width": 32, "head_dim": 4, "hidden": 64, "layers": 1}
-        runs = [replace(run, model=replace(run.model, **small)) for run in runs]
+        runs = [
+            replace(run, model=replace(run.model, **small), training=replace(run.training, tokens=1024)) for run in runs
+        ]
     for change in (*args.set, *([f"training.steps={args.steps}"] if args.steps else [])):
         runs = [_changed(run, change) for run in runs]
     return runs
@@ -108,15 +115,14 @@ def _changed(run: Run, change: str) -> Run:
     return replace(run, **whole)
 
 
-def _worker(tasks, results, data: Path, deadline: float, kernels: str | None, compiled, leads: bool) -> None:
+def _worker(tasks, results, data: Path, deadline: float, options: dict[str, Any], compiled, leads: bool) -> None:
     """Take runs from a queue until there are none or the time is too short for the next.
 
     The leader's first steps compile the kernels; the others wait for it, and find them in Triton's cache.
     """
     if not leads:
         compiled.wait(timeout=60)
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = prepare()
     pace = 0.0
     while True:
         try:
@@ -127,26 +133,48 @@ def _worker(tasks, results, data: Path, deadline: float, kernels: str | None, co
             results.put((run.key, run.cell, "skipped: too little time is left"))
             continue
         began = time.time()
-        try:
-            with backend(kernels):
-                results.put((run.key, run.cell, work(run, data, device, compiled.set)))
+        found = _attempt(run, data, device, options, compiled)
+        if isinstance(found, list):
             pace = max(pace, (time.time() - began) / run.training.steps)
-        except Exception:
-            results.put((run.key, run.cell, traceback.format_exc()))
+        results.put((run.key, run.cell, found))
         compiled.set()
 
 
+def _attempt(run: Run, data: Path, device: torch.device, options: dict[str, Any], compiled) -> list | str:
+    """The record of a run, or why there is none; a step that can't be captured in a CUDA graph is launched instead."""
+    for graphs in (True, False) if options["graphs"] and device.type == "cuda" else (False,):
+        try:
+            with backend(options["kernels"]):
+                return work(run, data, device, compiled.set, graphs=graphs)
+        except Exception:
+            failed = traceback.format_exc()
+            print(f"{run.key} {run.cell}, graphs={graphs}: {failed[-1500:]}", flush=True)
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return failed
+
+
 def work_through(
-    runs: list[Run], data: Path, out: Path, parallel: int, seconds: float, kernels: str | None = None
+    runs: list[Run],
+    data: Path,
+    out: Path,
+    parallel: int,
+    seconds: float,
+    *,
+    kernels: str | None = None,
+    graphs: bool = True,
 ) -> int:
     """Share the runs among processes, write each when it ends, stop at the deadline; the number of runs left."""
+    options = {"kernels": kernels, "graphs": graphs}
     deadline = time.time() + seconds
     context = multiprocessing.get_context("spawn")
     tasks, results, compiled = context.Queue(), context.Queue(), context.Event()
     for run in runs:
         tasks.put(run)
     workers = [
-        context.Process(target=_worker, args=(tasks, results, data, deadline, kernels, compiled, at == 0), daemon=True)
+        context.Process(target=_worker, args=(tasks, results, data, deadline, options, compiled, at == 0), daemon=True)
         for at in range(min(parallel, len(runs)))
     ]
     for worker in workers:
@@ -187,6 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0-2", help="one number or first-last")
     parser.add_argument("--corpora", default="de-5000,de-20000", help="folders of --data, separated by commas")
     parser.add_argument("--direction", default="de-en", help="from which language to which")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        help="runs to do after these: options that change, as 'seeds=3-4|cells=8L'",
+    )
     parser.add_argument("--steps", type=int, default=0, help="other than the study's")
     parser.add_argument("--set", action="append", default=[], help="another number, as training.rate=5e-4")
     parser.add_argument("--tiny", action="store_true", help="models small enough to try everything on a CPU")
@@ -194,10 +228,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=4, help="processes that share the device")
     parser.add_argument("--seconds", type=float, default=540, help="stop after this long")
     parser.add_argument("--backend", choices=("torch", "triton"), help="kernels to insist on, as heedful.backend does")
+    parser.add_argument("--no-graphs", action="store_true", help="launch every step instead of replaying CUDA graphs")
     parser.add_argument("--measure", action="store_true", help="time steps with 1, 2, 4… processes and stop")
+    parser.add_argument("--profile", action="store_true", help="check and time one step of each cell and stop")
     parser.add_argument("--list", action="store_true", help="print the runs and stop")
     args = parser.parse_args(arguments)
     runs = select(args)
+    for more in args.also:
+        changed = [f"--{option}" for option in more.split("|")]
+        runs += select(parser.parse_args(changed, argparse.Namespace(**{**vars(args), "also": []})))
+    if args.profile:
+        return measure.profile(runs, args.data, prepare(), args.out)
     if args.measure:
         return measure.measure(runs, args.data, args.parallel, args.out, args.seconds)
     known = finished(args.out, *args.done)
@@ -207,7 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({"run": run.key, "cell": run.cell, "corpus": run.corpus, "seed": run.seed}))
         return 0
     print(f"{len(todo)} runs to do, {len(runs) - len(todo)} recorded already", flush=True)
-    left = work_through(todo, args.data, args.out, args.parallel, args.seconds, args.backend) if todo else 0
+    options = {"kernels": args.backend, "graphs": not args.no_graphs}
+    left = work_through(todo, args.data, args.out, args.parallel, args.seconds, **options) if todo else 0
     print(f"{left} runs left", flush=True)
     return 0
 

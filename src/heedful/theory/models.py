@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.mechanisms import Quadratic, Softmax, no_activation
 from heedful.operator import AttentionOperator
 from heedful.segments import visible
 from heedful.shapes import Float, Tensor
@@ -68,7 +68,7 @@ def random_like(call: Call, seed: int) -> AttentionOperator:
 
 def spread(call: Call) -> Float[Tensor, "b h"]:
     """The standard deviation of the logits along a row, as a root mean square over the rows."""
-    scores = Quadratic(identity, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
+    scores = Quadratic(no_activation, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
     logits = scores.matrix(call.q, call.per_head(call.k)).double()
     n, m = logits.shape[-2:]
     count = visible(call.pattern, n, m, call.segments).sum(-1)

@@ -19,8 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels.blocked.tiles import Keys, Tile, pick, size_on, tiles, with_axes
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes

@@ -139,7 +139,7 @@ class Tile:
     rows: slice
     cols: Keys
     i: Int[Tensor, "*s r 1"]
-    j: Int[Tensor, " c"] | Int[Tensor, "*s 1 c"]
+    j: Int[Tensor, " c"] | Int[Tensor, "*s #r c"]
     mask: Mask | None
     clear: int = 0
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from heedful.kernels.chunked_linear.features import LinearState, repeat, runs, token_decay, turns_of
 from heedful.kernels.chunked_linear.groups import Causal, full
 from heedful.kernels.chunked_linear.logs import LOWEST, CausalLogs
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import uncompiled
 
 FEATURES = ("identity", "elu1", "relu", "exp")
 

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from heedful.kernels.blocked.reference import Work, add_at
 from heedful.kernels.blocked.tiles import pick
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor

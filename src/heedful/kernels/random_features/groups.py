@@ -27,9 +27,8 @@ from heedful.kernels.chunked_linear.groups import (
     upstream,
 )
 from heedful.kernels.chunked_linear.logs import LOWEST
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.random_features import reference
-from heedful.kernels.uncompiled import uncompiled
 
 
 def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:

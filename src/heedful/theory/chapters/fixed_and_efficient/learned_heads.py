@@ -274,7 +274,7 @@ def heads_have_twins(trained: bool) -> Evidence:
     """Of MiniLM's heads, those with another whose A, less its even part, has a cosine above .8."""
     shares = []
     for text in range(4):
-        A = torch.cat([call.operator().form()[0] for call in models.calls("minilm", 128, text, trained)])
+        A = torch.cat([call.operator().materialise()[0] for call in models.calls("minilm", 128, text, trained)])
         beyond = normalize((A - 1 / A.shape[-1]).flatten(1), dim=-1)
         cosines = (beyond @ beyond.mT).fill_diagonal_(-1)
         shares.append(float((cosines.amax(-1) > 0.8).double().mean()))

@@ -9,6 +9,7 @@ backward  each part's own backward pass, given the *merged* o and lse (README.md
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,26 +17,46 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import on_device
+from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.softmax import fused as softmax
+from heedful.kernels.softmax.recognise import StridedKeys, StridedWindow, recognise
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.strided.reference import Shape
-from heedful.kernels.uncompiled import uncompiled
-from heedful.patterns import Pattern, Window
+from heedful.patterns import FAR, Offsets, Pattern, Window
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 aten = torch.ops.aten
 
 
-def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
+class Shape(NamedTuple):
+    """Keys at multiples of `stride`, or nearer than `window`, none of them after the query."""
+
+    stride: int
+    window: int
+
+    @property
+    def skip(self) -> int:
+        """Steps of the stride that lie inside the window, where the other part sees them."""
+        return -(-self.window // self.stride)
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> Shape | None:
+        """None where the pattern is none that looks back, over all of its class."""
+        match recognise(pattern):
+            case StridedKeys(Offsets(before, 0, stride)) if before >= FAR:
+                return cls(stride, 0)
+            case StridedWindow(Offsets(before, 0, stride), Offsets(near, 0)) if before >= FAR:
+                return cls(stride, near + 1)
+        return None
+
+
+def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=None) -> list[str]:
     """Why flash kernels can't take these inputs."""
-    why = []
     if q.device.type != "cuda":
         return [f"flash kernels run on a GPU, the inputs are on {q.device}"]
-    shape = Shape.of(pattern)
-    if shape is None or not shape.causal:
-        why.append("it takes Strided & Causal(), or (Strided | Window) & Causal()")
+    if Shape.of(pattern) is None:
+        return ["it takes Strided & Causal(), or (Strided | Window) & Causal()"]
+    why = []
     if segments is not None:
         why.append("segments have residue classes of their own, of other lengths in each row")
     if rows != SoftmaxRows(temperature=rows.temperature):
@@ -70,6 +91,25 @@ def attend(
     flat = [_as_grid(x, batch, after) for x in (q, k, v)]
     out = _Strided.apply(*flat, shape, scale)
     return (out[:, :n] if after else out).reshape(*batch, n, v.shape[-1])
+
+
+def adjoint(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    y: Float[Tensor, "*#b n e"],
+    rows: SoftmaxRows,
+    pattern: Pattern,
+    segments: Segments | None,
+    scale: float,
+    *,
+    memory: dict[str, Tensor] | None = None,
+) -> Float[Tensor, "*b m e"]:
+    """Aᵀ Y, the gradient in v."""
+    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
+    with torch.enable_grad():
+        v = y.new_zeros(*batch, k.shape[-2], y.shape[-1], requires_grad=True)
+        out = attend(q.detach(), k.detach(), v, rows, pattern, segments, scale)
+        return torch.autograd.grad(out, v, y.expand_as(out))[0]
 
 
 def _as_grid(x: Tensor, batch: tuple[int, ...], after: int) -> Tensor:
