@@ -19,8 +19,9 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "4 2 1 2 1 2")
 MARKED = 16
 """A line with more points than this has no marks on it."""
 STYLE = (
-    "text{font:12px sans-serif;fill:#222}.title{font-size:16px;font-weight:bold}.note{font-size:11px;fill:#666}"
-    ".grid{stroke:#d9d9d9}.line{stroke:#999}.s0{fill:#2a6fb0;stroke:#2a6fb0}.s1{fill:#fff;stroke:#c8641e;stroke-width:2}"
+    ".dots text{font:12px sans-serif;fill:#222}.dots .title{font-size:16px;font-weight:bold}"
+    ".dots .note{font-size:11px;fill:#666}.dots .grid{stroke:#d9d9d9}.dots .line{stroke:#999}"
+    ".dots .s0{fill:#2a6fb0;stroke:#2a6fb0}.dots .s1{fill:#fff;stroke:#c8641e;stroke-width:2}"
 )
 MARKS = ("circle", "square", "diamond", "triangle", "cross", "ring")
 
@@ -69,17 +70,18 @@ def legend(figure: Mapping[str, Any]) -> str:
 
 
 def dot_plot(
-    title: str, note: str, series: tuple[str, str], rows: Mapping[str, Sequence[float | None]], ends: tuple[int, int]
+    title: str, note: str, series: tuple[str, str], rows: Mapping[str, Sequence[tuple[float, int, int] | None]]
 ) -> str:
     """An SVG file of lengths on an axis of powers of two: a line for each row, with a disc for the value of the first
     series and a ring for that of the second.
 
-    rows    values by name; None has no mark, 0 and ∞ are arrows at the ends: at every length, at none
-    ends    the shortest and the longest length of the axis
+    rows    by name, (value, shortest, longest length that was tried) of each series; None has no mark. The values 0
+            and ∞ are arrows beyond those lengths: at every length, at none
     """
     left, right, top, step, width = 130, 40, 64, 19, 760
     bottom = top + step * len(rows)
-    low, high = ends
+    tried = [value[1:] for values in rows.values() for value in values if value is not None]
+    low, high = min(shortest for shortest, _ in tried), max(longest for _, longest in tried)
     across = Axis(low / math.sqrt(2), high * math.sqrt(2), True, left, width - right)
     parts = [_text(12, 24, title, "title", "start"), _text(12, 44, note, "note", "start")]
     for n in (2**p for p in range(math.floor(math.log2(low)), math.floor(math.log2(high)) + 1)):
@@ -90,13 +92,13 @@ def dot_plot(
     for at, (name, values) in enumerate(rows.items()):
         y = top + step * (at + 0.5)
         parts.append(_text(left - 10, y + 4, name, anchor="end"))
-        places = [_place(value, across, ends) for value in values]
+        places = [None if value is None else _place(*value, across) for value in values]
         if None not in places:
             parts.append(f'<path class="line" d="M{places[0]:.1f} {y}H{places[1]:.1f}"/>')
         for index in (1, 0):  # the ring below the disc
-            value, place = values[index], places[index]
-            if value is not None and place is not None:
-                parts.append(_dot(index, place, y, value))
+            found, place = values[index], places[index]
+            if found is not None and place is not None:
+                parts.append(_dot(index, place, y, found[0]))
     legend = bottom + 56
     for x, gap, index, value, text in (
         *((left, 10, 0, 1.0, series[0]), (left + 80, 12, 1, 1.0, series[1])),
@@ -104,15 +106,14 @@ def dot_plot(
     ):
         parts += [_dot(index, x, legend - 4, value), _text(x + gap, legend, text, anchor="start")]
     size = f'viewBox="0 0 {width} {legend + 16}" width="{width}" height="{legend + 16}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>'
+    head = f'<svg class="dots" xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 
-def _place(value: float | None, across: Axis, ends: tuple[int, int]) -> float | None:
-    if value is None:
-        return None
-    beyond = {0: across.place(ends[0]) - 14, math.inf: across.place(ends[1]) + 14}
-    return beyond[value] if value in beyond else across.place(value)
+def _place(value: float, shortest: int, longest: int, across: Axis) -> float:
+    if value in (0, math.inf):
+        return across.place(longest) + 14 if value else across.place(shortest) - 14
+    return across.place(value)
 
 
 def _dot(index: int, x: float, y: float, value: float) -> str:

@@ -26,8 +26,9 @@ def crossover_svg(rows: Sequence[Row]) -> str:
         row = by.get((entry, FORWARD)) or by[entry, BOTH]
         return row["crossover"], -row["gain"]
 
-    def value(entry: str, which: str) -> float | None:
-        return by[entry, which]["crossover"] if (entry, which) in by else None
+    def value(entry: str, which: str) -> tuple[float, int, int] | None:
+        row = by.get((entry, which))
+        return None if row is None else (row["crossover"], row["shortest"], row["longest"])
 
     entries = sorted(dict.fromkeys(row["entry"] for row in found), key=order)
     row = rows[0]
@@ -36,5 +37,4 @@ def crossover_svg(rows: Sequence[Row]) -> str:
         f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {machine(row)}, torch {row['torch']}",
         ("forward", "forward + backward"),
         {entry: [value(entry, which) for which in (FORWARD, BOTH)] for entry in entries},
-        (min(row["shortest"] for row in found), max(row["longest"] for row in found)),
     )

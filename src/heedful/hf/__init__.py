@@ -1,6 +1,5 @@
 """Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 try:
@@ -42,7 +41,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import `scan` and its options when they are first asked for: they need polars, and import this package."""
+    """Import `scan` and its options when they are first asked for: they need polars, and modules of this package."""
     if name in ("Execution", "ScanOptions", "scan"):
-        return getattr(import_module("heedful.scan"), name)
+        from heedful import scan
+
+        return getattr(scan, name)
     raise AttributeError(f"module 'heedful.hf' has no attribute {name!r}")

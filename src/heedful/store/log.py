@@ -56,6 +56,8 @@ class Piece:
 class Log:
     """A file of JSON lines that only grows; compressed if its name ends with .gz.
 
+    allow_nan   write NaN and infinities as Python's json does; without it they are a ValueError, as JSON has none
+
     >>> import tempfile
     >>> log = Log(Path(tempfile.mkdtemp()) / "rows.jsonl")
     >>> log.append({"id": "a", "x": 1}, {"id": "b", "x": 2})
@@ -64,8 +66,8 @@ class Log:
     ([1, 2, 3], 3)
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, allow_nan: bool = False):
+        self.path, self.allow_nan = Path(path), allow_nan
         self._whole = 0  # size of the file when everything in it was last known to be whole
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -114,7 +116,8 @@ class Log:
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write the log anew, at once."""
-        write_whole(self.path, b"".join(self._encode([record]) for record in records))
+        with explained(self.path.parent):
+            write_whole(self.path, b"".join(self._encode([record]) for record in records))
         self._whole = 0
 
     def set_aside(self) -> list[str]:
@@ -140,7 +143,8 @@ class Log:
 
     def _encode(self, records: Iterable[Mapping[str, Any]]) -> bytes:
         bodies = [
-            json.dumps(one, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() for one in records
+            json.dumps(one, ensure_ascii=False, allow_nan=self.allow_nan, separators=(",", ":")).encode()
+            for one in records
         ]
         if self._packed:
             return gzip.compress(b"".join(body + b"\n" for body in bodies), LEVEL, mtime=0) if bodies else b""
@@ -246,16 +250,15 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Replace a file at once: a process that is killed leaves the old one or the new one, nothing between."""
     path = Path(path)
     draft = path.with_name(f"{DRAFT}{path.name}.{os.getpid()}")
-    with explained(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(draft, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                flush(file)
-            draft.replace(path)
-            flush_folder(path.parent)
-        finally:
-            draft.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(draft, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            flush(file)
+        draft.replace(path)
+        flush_folder(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def flush(file: IO[bytes]) -> None:

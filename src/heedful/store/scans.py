@@ -148,7 +148,8 @@ class Run:
     def save_manifest(self) -> None:
         """Replace scan.json at once."""
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(self.folder / "scan.json", text + "\n")
+        with explained(self.folder):
+            write_whole(self.folder / "scan.json", text + "\n")
 
     def done(self, table: str = "rows") -> set[tuple[str, int]]:
         """Texts and lengths that need not be measured again: those whose record is there and whole.

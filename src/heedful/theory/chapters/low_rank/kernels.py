@@ -321,7 +321,7 @@ print(torch.linalg.matrix_rank(q @ k.T), torch.linalg.matrix_rank((q @ k.T).relu
         formula=r"\operatorname{rank}\,\mathrm{ReLU}(QK^\top)=N,\qquad \operatorname{rank}\,\phi(Q)\phi(K)^\top\le d",
         check=relu_raises_rank,
         case=Case("ReLU of the scores", torch.relu),
-        control=Case("the scores themselves", identity),
+        control=Case("the scores themselves", no_activation),
     ),
 )
 
