@@ -52,7 +52,7 @@ def test_version():
 
 LIGHT = """
 import os, sys
-from heedful.cli.app import main
+from heedful.cli.app import app, main
 
 def run(*arguments):
     sys.argv = ["heedful", *arguments]
