@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "src" / "heedful"
 # A module may import from its own layer and from the layers before it.
 LAYERS = [
     {"shapes", "constants"},
-    {"patterns", "segments", "feature_maps", "random_features", "kernels"},
+    {"patterns", "segments", "words", "feature_maps", "random_features", "kernels"},
     {"validation", "core", "operator"},
     {"mechanisms"},
     {"column_slabs", "linalg", "measures", "nn", "testing", "notices", "store", "report", "executor", "plan"},

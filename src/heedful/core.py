@@ -25,6 +25,7 @@ from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
 from heedful.validation import forget_device
+from heedful.words import check_takes_words
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -227,7 +228,10 @@ class Mechanism(nn.Module, ABC):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
     def materialise(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
-        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`."""
+        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`.
+
+        The operator calls it with inputs that it has checked, and without autocast.
+        """
         return self.matrix(q, k, segments=segments)
 
     def float32_products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
@@ -274,15 +278,6 @@ class _OnWords(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         return self.mechanism.cost(dims)
-
-
-def check_takes_words(mechanism: Mechanism) -> None:
-    """Raise unless `mechanism` takes word ids."""
-    if not mechanism.takes_words():
-        raise TypeError(
-            f"words: given to {type(mechanism).__name__}, which does not take word ids; expected a "
-            "heedful.FixedPattern, or a Mixture or Sum with one among its parts."
-        )
 
 
 class RecurrentMechanism(Mechanism):
