@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from math import ceil, inf
+from math import ceil, inf, prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
