@@ -111,6 +111,13 @@ class SumsAnotherMatrix(h.Softmax):
         return super().row_sums(q, k.flip(-2), request, segments=segments)
 
 
+class MaterialisesAnotherMatrix(h.Softmax):
+    """A fast way to the matrix that forgets the segments."""
+
+    def materialise(self, q, k, *, segments=None):
+        return super().materialise(q, k)
+
+
 class DetachesKeys(Dense):
     def scores(self, q, k):
         return super().scores(q, k.detach())
@@ -550,6 +557,7 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     WrongBeyond64Values: {"forward_is_matrix_times_v"},
     WrongAdjoint: {"operator_is_the_matrix"},
     SumsAnotherMatrix: {"operator_is_the_matrix"},
+    MaterialisesAnotherMatrix: {"operator_is_the_matrix"},
     DetachesKeys: {"gradients_are_those_of_the_matrix"},
     DetachesItsParameter: {"gradients_are_those_of_the_matrix"},
     ClaimsToReadNothing: {"unread_queries_and_keys_have_no_say"},

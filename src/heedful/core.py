@@ -227,7 +227,10 @@ class Mechanism(nn.Module, ABC):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
     def materialise(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
-        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`."""
+        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`.
+
+        The operator calls it with inputs that it has checked, and without autocast.
+        """
         return self.matrix(q, k, segments=segments)
 
     def float32_products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:

@@ -315,7 +315,8 @@ class AttentionOperator:
 
     def materialise(self) -> Float[Tensor, "*b n m"]:
         """The matrix itself, by the fastest way that the mechanism knows; equal to `to_dense` but for rounding."""
-        return self._combined(term.matrix(term.mechanism.materialise) for term in self.terms)
+        with torch.autocast(self.device.type, enabled=False):
+            return self._combined(term.matrix(term.mechanism.materialise) for term in self.terms)
 
     def magnitude(self) -> Float[Tensor, "*b"]:
         """Σ_t |c_t| ‖A_t‖_F in float64: at least ‖A‖_F, and what the rounding errors of A are proportional to."""

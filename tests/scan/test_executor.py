@@ -137,8 +137,8 @@ def test_a_scan_in_other_processes_gives_the_same_bits(request, model, tmp_path,
         request.getfixturevalue("cluster")
     texts = tiny.ids(3, 24)
     here = scan(model, None, texts, out=tmp_path / "here")
-    execution = Execution(engine=engine, workers=workers)
-    there = scan(model, None, texts, out=tmp_path / "there", execution=execution)
+    run = Execution(engine=engine, workers=workers)
+    there = scan(model, None, texts, out=tmp_path / "there", execution=run)
     assert torch.get_num_threads() == 1
     assert there.rows.select(UNTIMED).equals(here.rows.select(UNTIMED))
     assert there.thumbnails().equals(here.thumbnails())

@@ -16,10 +16,8 @@ import tiny
 import torch
 import zoo
 
-import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
-from heedful.hf.calls import difference
 from heedful.scan import Execution, Scan, ScanOptions, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
@@ -253,18 +251,6 @@ def test_two_models_are_compared_text_by_text(model, tmp_path):
         found.compare(scan(model, None, tiny.ids(1, 24, seed=9), out=tmp_path / "other"))
 
 
-def test_a_difference_is_an_operator():
-    q, k = torch.randn(2, 3, 20, 4, dtype=torch.float64).unbind()
-    a, b = h.Softmax(h.Causal()).operator(q, k), h.Softmax(h.Full()).operator(q, k)
-    gap, x = difference(a, b), torch.randn(20, 2, dtype=torch.float64)
-    dense = a.to_dense() - b.to_dense()
-    torch.testing.assert_close(gap @ x, dense @ x)
-    torch.testing.assert_close(gap.mT @ x, dense.mT @ x)
-    torch.testing.assert_close(h.row_statistics(gap).square, dense.square().sum(-1))
-    with pytest.raises(ValueError, match="one shape"):
-        difference(a, h.Softmax().operator(q[0], k[0]))
-
-
 # ---- interrupted
 
 
@@ -405,10 +391,6 @@ def test_kills_at_random_moments_lose_nothing(model, tmp_path):
         ([[1, 2, 99]], {}, "token ids from 1 to 99, expected 0 to 60"),
         ([[]], {}, "no token ids"),
         (["w1 w2"], {"lengths": [1]}, "expected numbers of tokens, 2 or more"),
-        (["w1 w2"], {"layers": []}, "expected numbers from 0"),
-        (["w1 w2"], {"precision": 5.0}, "expected a share of the mean"),
-        (["w1 w2"], {"engine": "spark"}, "expected one of local, processes, ray"),
-        (["w1 w2"], {"address": "auto"}, "engine='ray'"),
     ],
 )
 def test_what_will_not_do_is_told_before_anything_is_measured(model, tmp_path, texts, options, said):

@@ -83,9 +83,7 @@ class ScoreBase(RecurrentMechanism):
     def materialise(self, q, k, *, segments=None):
         if q.is_cuda:  # tiles spare a CPU's cache; a GPU pays for each of them with launches
             return self.matrix(q, k, segments=segments)
-        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
-        with as_given(q):
-            return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
+        return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
 
     def _kernel_inputs(self, q, k, v, segments):
         return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])

@@ -13,6 +13,7 @@ from torch import nn
 from heedful.executor import Engine, Executor
 from heedful.scan.baseline import BUDGET
 from heedful.scan.heads import Measuring
+from heedful.scan.texts import Unit
 
 Progress = Callable[[float, int], None]
 """Called with (units done, units in all); parts of units count."""
@@ -72,9 +73,9 @@ class Execution:
 
     device     of the model: "cpu" or "cuda". None: where it is
     memory     bytes that this process may take in all, or each process of a cluster. None: no limit
-    engine     "local"; "processes" of this machine or "ray" (a cluster), which share the texts
+    engine     "local"; "processes" of this machine, or "ray", which spread texts over processes
     address    of a Ray cluster that is running
-    workers    processes that share the texts
+    workers    processes; by default one for each core, or as many as the cluster has room for
     progress   called with (units done, units in all); parts of units count
 
     >>> Execution(memory=4 << 30).engine
@@ -89,19 +90,21 @@ class Execution:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        Executor(self.engine, self.workers, self.address)  # which refuses what does not fit
+        self.executor("cpu")  # refuses what does not fit
 
     def on(self, model: nn.Module) -> str:
         """The device on which this model is measured."""
         return self.device or str(next(model.parameters()).device)
 
     def executor(self, device: str) -> Executor:
-        """What runs the units of a scan on this device."""
+        """What runs the texts."""
         gpus = int(torch.device(device).type == "cuda")
-        return Executor(
-            self.engine, self.workers, self.address, gpus,
-            name=lambda unit: f"text {unit.text}, {unit.length or 'all'} tokens",
-        )  # fmt: skip
+        return Executor(self.engine, self.workers, self.address, gpus, name=unit_name)
+
+
+def unit_name(unit: Unit) -> str:
+    """What errors call a text at one length."""
+    return f"text {unit.text} at {unit.length or 'all'} tokens"
 
 
 def with_old_names(
