@@ -186,3 +186,20 @@ def test_a_renamed_name_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"heedful\.identity is called heedful\.no_activation now"):
         assert h.identity is h.no_activation
     assert "identity" not in h.__all__
+
+
+@pytest.mark.parametrize("name", h.CATALOG)
+def test_a_mechanism_moves_to_a_device_without_float64(name):
+    """As MPS is: it raises a TypeError for such a tensor."""
+
+    def move(x):
+        if x.dtype == torch.float64:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
+        return x
+
+    mechanism, x = small(name), torch.randn(1, 2, 9, 8)
+    before = mechanism(x, x, x)
+    torch.testing.assert_close(torch.nn.ModuleList([mechanism])._apply(move)[0](x, x, x), before)
+    assert torch.float64 not in {x.dtype for x in mechanism.state_dict().values()}

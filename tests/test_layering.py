@@ -17,6 +17,7 @@ CONTRACT = [
     "constants",
     "patterns",
     "segments",
+    "words",
     "feature_maps",
     "random_features",
     "kernels",

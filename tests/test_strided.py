@@ -9,6 +9,8 @@ import torch
 
 import heedful as h
 from heedful.kernels.blocked.reference import blocked
+from heedful.kernels.row_statistics import row_statistics
+from heedful.kernels.row_statistics.sums import Request
 from heedful.kernels.softmax.recognise import StridedKeys, StridedWindow, recognise
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.softmax.strided import merged
@@ -184,6 +186,36 @@ def test_the_kernel_made_for_a_pattern_gives_outputs_adjoints_and_gradients(patt
         operator = mechanism.operator(q, k)
         for _ in range(2):  # the second product uses what the first remembered
             torch.testing.assert_close(operator.mT @ y, A.mT @ y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", RUN_BY["strided"], ids=repr)
+@pytest.mark.parametrize("n, m", [(41, 41), (13, 41), (1, 1)])
+def test_row_sums_inside_classes_are_those_of_the_matrix(pattern, n, m):
+    mechanism = h.Softmax(pattern, sink=SINK)
+    q, k, values = (torch.randn(3, 2, size, w, dtype=torch.float64) for size, w in ((n, 5), (m, 5), (m, 4)))
+    columns, targets = torch.randn(m, 3, dtype=torch.float64), torch.randint(-1, m, (2, n, 4))
+    bands = ((-9, 2), (None, -1), (1, 2), (None, None))
+    request = Request(targets, bands, columns, values=values)
+    inputs = q, k, mechanism.rows(), pattern, None, mechanism.score_scale(5), request
+    assert row_statistics.choose(*inputs).name == "strided"
+    got, A = mechanism.row_sums(q, k, request), mechanism.matrix(q, k)
+    offset = torch.arange(m) - torch.arange(m - n, m)[:, None]
+    inside = [((least is None) | (offset >= (least or 0))) & ((most is None) | (offset <= (most or 0)))
+              for least, most in bands]  # fmt: skip
+    wanted = {
+        "total": A.sum(-1),
+        "square": A.square().sum(-1),
+        "largest": A.amax(-1),
+        "where": A.argmax(-1),
+        "count": (A > 0).sum(-1),
+        "at": A.gather(-1, targets.clamp(min=0).expand(3, -1, -1, -1)) * (targets >= 0),
+        "band_mass": torch.stack([(A * some).sum(-1) for some in inside], -1),
+        "band_dot": torch.stack([(A * some) @ columns for some in inside], -2),
+        "product": A @ values,
+    }
+    for name, want in wanted.items():
+        torch.testing.assert_close(getattr(got, name), want, rtol=0, atol=1e-12, msg=lambda m, name=name: name + m)
+    assert torch.equal(got.seen, got.at > 0)
 
 
 def test_parameters_of_the_row_function_get_gradients_in_every_kernel():

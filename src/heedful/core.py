@@ -25,6 +25,7 @@ from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
 from heedful.validation import forget_device
+from heedful.words import check_takes_words
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -277,15 +278,6 @@ class _OnWords(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         return self.mechanism.cost(dims)
-
-
-def check_takes_words(mechanism: Mechanism) -> None:
-    """Raise unless `mechanism` takes word ids."""
-    if not mechanism.takes_words():
-        raise TypeError(
-            f"words: given to {type(mechanism).__name__}, which does not take word ids; expected a "
-            "heedful.FixedPattern, or a Mixture or Sum with one among its parts."
-        )
 
 
 class RecurrentMechanism(Mechanism):

@@ -455,7 +455,7 @@ def test_short_sequences_take_one_launch_each_way(monkeypatch):
     real, keys = fused.launches.launch, []
 
     def launch(setup, key, *rest):
-        if not parallel_compile.UNDER_WAY.get():  # a first call compiles before it launches
+        if not parallel_compile.COMPILING.get():  # a first call compiles before it launches
             keys.append(key)
         return real(setup, key, *rest)
 

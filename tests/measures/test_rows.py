@@ -23,6 +23,7 @@ PATTERNS = [
     h.Window(7),
     h.Window(5, 3, sinks=2),
     h.Strided(4) & h.Causal(),
+    h.Strided(7) & h.Window(15, 8),  # 41 = 5 · 7 + 6: classes of two lengths
     h.SparseFixed(6, 2) & h.Causal(),
     h.Blocks(8),
     h.Global((0, 30)) | h.Window(3, 3),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -48,11 +48,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which backend takes inputs of one kind, and why those before it do not; `relaunch` is its cached launch."""
+    """Which backend takes inputs of one kind, why those before it do not, and what to run: it, or its cached launch."""
 
     backend: Backend
     objections: dict[str, list[str]]
-    relaunch: Callable[..., Any] | None = None
+    run: Callable[..., Any]
+    launches: bool = False
+    """`run` is a cached launch, which autocast does not reach."""
 
 
 class Kernel:
@@ -86,14 +88,11 @@ class Kernel:
 
         first   a tensor, or anything else on one device
         """
-        if torch.is_autocast_enabled(first.device.type):
-            with as_given(first):
-                return self._run(first, *args, **kwargs)
-        return self._run(first, *args, **kwargs)
-
-    def _run(self, *args, **kwargs):
-        decision = self.decide(*args, **kwargs)
-        return (decision.relaunch or decision.backend.run)(*args, **kwargs)
+        decision = self.decide(first, *args, **kwargs)
+        if decision.launches or not torch.is_autocast_enabled(first.device.type):
+            return decision.run(first, *args, **kwargs)
+        with as_given(first):
+            return decision.run(first, *args, **kwargs)
 
     def choose(self, *args, **kwargs) -> Backend:
         """The backend that runs; an error with every objection where none can."""
@@ -116,11 +115,15 @@ class Kernel:
             if len(self.decisions) >= MOST_DECISIONS:
                 self.decisions.clear()
             relaunch = found.backend.relaunch
-            further = None if relaunch is None else relaunch(*args, **kwargs)
-            self.decisions[key] = Decision(found.backend, found.objections, further)
+            launch = None if relaunch is None else relaunch(*args, **kwargs)
+            self.decisions[key] = found if launch is None else replace(found, run=launch, launches=True)
         return found
 
     def _decide(self, args: tuple, kwargs: dict[str, Any]) -> Decision:
+        with as_given(args[0]):
+            return self._first_without_objections(args, kwargs)
+
+    def _first_without_objections(self, args: tuple, kwargs: dict[str, Any]) -> Decision:
         forced = self._asked_for()
         wanted = forced or self.backends
         objections: dict[str, list[str]] = {}
@@ -136,7 +139,7 @@ class Kernel:
             faster = {} if backend.yields is None else backend.yields(*args, **kwargs)
             why = [reason for other, reason in faster.items() if other in wanted and not object_to(other)]
             if not why:
-                return Decision(backend, objections)
+                return Decision(backend, objections, backend.run)
             objections[name] = why
         reasons = "\n".join(f"  {name}: {reason}" for name, why in objections.items() for reason in why)
         hint = "" if not forced else f' (asked for by heedful.backend("{_forced}"))'

@@ -27,7 +27,7 @@ def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[]
     """
     known = ready.get(key)
     if known is None:
-        if parallel_compile.UNDER_WAY.get():
+        if parallel_compile.COMPILING.get():
             parallel_compile.compile_only(pointers, *describe())
             return
         known = first(pointers, *describe())

@@ -22,7 +22,7 @@ from heedful.feature_maps import FeatureMap, LinearLogs, LogFeatureMap, TurnedFe
 from heedful.kernels.chunked_linear import chunked_linear
 from heedful.kernels.chunked_linear.features import LinearState, runs
 from heedful.kernels.chunked_linear.groups import LEAST
-from heedful.kernels.dispatch import Backend, Kernel
+from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.random_features import random_features
 from heedful.kernels.tensor_cache import cached
@@ -81,7 +81,8 @@ class LinearCall:
     def logs(self) -> LinearLogs | None:
         """Logarithms of features that are linear in a token."""
         phi = self.options.feature_map
-        return phi.linear_logs() if isinstance(phi, LogFeatureMap) else None
+        with as_given(self.q):
+            return phi.linear_logs() if isinstance(phi, LogFeatureMap) else None
 
     def kind(self) -> tuple | None:
         """What the choice of a backend and its launches depend on; None where values matter or no kernel has the map.

@@ -7,13 +7,13 @@ Three routes, by size alone. One core, float32, causal, seconds a head at 1024 �
                              (a GPU forms larger ones, unless products are fused, and faster)
     beyond                   A is never formed: O(n + m) memory; a batch goes on until its last head is done
 
-A sketch grows until every goal is reached. A goal that it would take more columns than the budget has is not waited
-for: by `resolved` columns the sketch has told what it can of the values beyond it, and the search ends there.
+A sketch grows until every goal is reached. Goals that need more columns than the budget are abandoned: from `resolved`
+columns on, more of them hardly improve the estimate of the other values, and the search ends there.
 
-What is certain: the bounds in `linalg.floor` and `linalg.ceiling`, for the matrix as its own precision computes it.
-They are deterministic, but for the bound on the norm of what the sketch leaves out, which fails with probability
-`failure` at most, over the random starts; `failure=0` does without it. Rounding is allowed for by `slack`: an energy
-is taken to be within ROUNDING epsilons (real heads: 2), and U within the departure from orthonormality that it shows.
+The bounds of `linalg.floor` and `linalg.ceiling` are certified, for the matrix as its own precision computes it. They
+are deterministic, except for the bound on the norm of what the sketch leaves out: it fails with probability `failure`
+at most, over the random starts, and `failure=0` does without it. `slack` allows for rounding: an energy may be off by
+ROUNDING epsilons (real heads: 2), and U by its measured departure from orthonormality.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ GPU_BLOCK = 64  # columns of a block on a GPU: fewer take as long
 WIDE_BLOCK = 32  # of a block where computing the scores again costs as much as this many columns (a CPU, A not formed),
 # and on a GPU where several heads are formed: there the eigenproblems of the sketches take longest, and these have half
 # as many columns for the same number of blocks
-GROUP = 3 << 22  # entries of formed heads that are measured side by side on a CPU: the many small steps are shared
-PROBES, GLANCE = 16, 4  # random starts and steps of a glance: the bound on the norm is twice what it should be
-SETTLED = 0.01  # a Ritz value whose residual is less than this share of it stands for one singular value, not several
+GROUP = 3 << 22  # entries of heads that are measured in one batch on a CPU, to share the cost of many small operations
+PROBES, GLANCE = 16, 4  # random starts and Lanczos steps of a glance: its bound is about twice the norm
+SETTLED = 0.01  # a Ritz value with a smaller relative residual stands for one singular value, not for several
 BUDGET = 1024
 ROUNDING = 64  # relative error of an energy, in units of the dtype's epsilon
 
@@ -107,9 +107,9 @@ def measure(
     energy: Float[Tensor, "*b"] | None = None,
     search: SearchOptions = DEFAULT,
 ) -> Profile:
-    """Products with A and Aᵀ until the goals are reached or the budget will not do; by the route that is cheapest."""
+    """Grow a sketch by the cheapest route until the goals are reached, or out of reach of the budget."""
     _check(op, energy)
-    # Rounding to 16 bits would drown the small singular values: neither A has so few, nor what it is multiplied by.
+    # In 16 bits rounding would drown the small singular values: A and what it is multiplied by are float32 at least.
     with torch.autocast(op.device.type, enabled=False):
         if isinstance(op, Trimmed):
             return _sketched(op, goals, energy, search)
@@ -149,14 +149,14 @@ def _allowing(profile: Profile, magnitude: Float[Tensor, "*b"] | None, dtype: to
 
 
 def pays_to_form(op: AttentionOperator) -> bool:
-    """Whether these heads are measured from their matrices: each small enough, and all of them together."""
+    """True if these heads are measured from their matrices: each is small enough, and all of them together are."""
     n, m = op.shape[-2:]
     most = FORMED if op.device.type == "cpu" else FORMED_RATHER_THAN_FUSED if op.fused else FORMED_ON_GPU
     return (min(n, m) <= EXACT or n * m <= most) and op.entries <= HELD
 
 
 def block_of(op: AttentionOperator | linalg.Matrices) -> int:
-    """Columns of a block, by the route. A budget for n blocks of 16 is one for n blocks of 32 when it is doubled."""
+    """Columns of a block, by the route. For the same number of blocks, a budget grows with the columns of a block."""
     formed = isinstance(op, linalg.Matrices) or pays_to_form(op)
     if op.device.type == "cpu":
         return BLOCK if formed else WIDE_BLOCK
@@ -215,7 +215,7 @@ def _all_squares(dense: Float[Tensor, "*b n m"]) -> Float[Tensor, "*b s"]:
 
 
 class _Part(NamedTuple):
-    """Heads that were done at the same time, by their place in the batch, and why they were."""
+    """Heads that were finished together: their indices in the batch, and the reason for each."""
 
     heads: Int[Tensor, " c"]
     profile: Profile
@@ -247,7 +247,7 @@ def _formed(
 
 
 def _sketched(slabs: Trimmed, goals: Sequence[Goal], energy: Tensor | None, search: SearchOptions) -> Profile:
-    """Of matrices that a pass left in slabs, and whose energies it has."""
+    """The profile of matrices that a pass over their rows left in slabs; the pass computed their energies, too."""
     if energy is None:
         raise ValueError(f"energy: None, expected that of every head: a pass that leaves slabs {slabs.shape} has it.")
     _pages.begin()
@@ -258,15 +258,15 @@ def _sketched(slabs: Trimmed, goals: Sequence[Goal], energy: Tensor | None, sear
 def _iterate(
     op: linalg.Linear, energy: Tensor, goals: Sequence[Goal], options: SearchOptions, block: int
 ) -> list[_Part]:
-    """Grow a sketch, with glances at what it leaves out, until the goals are reached or out of reach.
+    """Grow a sketch, and bound the norm of what it leaves out, until the goals are reached or abandoned.
 
-    Matrices (b, n, m) that are done drop out; the heads of an operator go on until the last one is.
+    Finished heads are dropped from a batch of matrices; an operator goes on until its last head is finished.
     """
     search = _Search(op, energy.cpu(), options, block)
     most = search.sketch.most
     found: list[_Part] = []
     check = float(max(goal.first for goal in goals))
-    if op.device.type != "cpu":  # there columns cost next to nothing, and a look at them as much as half of them all
+    if op.device.type != "cpu":  # there columns cost little, and one check as much as half of all columns
         check = max(check, search.resolved)
         check = check if most > 1.5 * check else most
     while True:
@@ -276,7 +276,7 @@ def _iterate(
             continue
         profile = search.profile()
         unmet = _unmet(goals, profile)
-        # Where other goals need more columns anyway, a later glance bounds a smaller rest.
+        # If other goals need more columns anyway, glance later, at a smaller remainder.
         if width >= min(search.resolved, most) or len(goals) == 1:
             lacking = unmet & torch.stack([goal.lacks_ceiling(profile) for goal in goals])
             if search.glance(lacking.any(0)):
@@ -290,7 +290,7 @@ def _iterate(
             out, on = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
             found.append(_Part(search.heads[out], search.finished(profile, out), [why[at] for at in out.tolist()]))
             search.keep(on)
-        # Solving costs as much as growing by then: do it when there may be something to see.
+        # By then solving costs as much as growing: check again only when a goal may have been reached.
         check = max(width * 1.5, width + block, min(2.0 * width, float(target.min())))
 
 
@@ -301,7 +301,7 @@ def _unmet(goals: Sequence[Goal], profile: Profile) -> Bool[Tensor, "g ..."]:
 def _target(
     goals: Sequence[Goal], profile: Profile, unmet: Bool[Tensor, "g ..."], width: int, resolved: int, most: int
 ) -> tuple[Float[Tensor, "*b"], list[str]]:
-    """At how many columns each head may be done: infinity where it is, or where more would not help; and why it is."""
+    """Columns needed to reach the next goal of each head, ∞ to stop; and the reason for stopping."""
     columns = torch.stack([goal.columns(profile) for goal in goals])
     hopeful = unmet & (columns <= most)
     target = torch.where(hopeful, columns, inf).amin(0)
@@ -312,7 +312,7 @@ def _target(
 
 
 class _Search:
-    """A sketch of some heads, the last glances at what it leaves out, and what both have cost."""
+    """A sketch of some heads, the bound on the norm of what it leaves out, and the products that both have cost."""
 
     def __init__(self, op: linalg.Linear, energy: Tensor, options: SearchOptions, block: int):
         self.energy = energy
@@ -339,9 +339,8 @@ class _Search:
         self.ritz = None
 
     def glance(self, heads: Bool[Tensor, "*b"]) -> bool:
-        """A few steps of Lanczos bound the norm of what is left out, in these heads.
-
-        Not where nothing may fail, nor where the sketch has hardly grown since the last time.
+        """Bound the norm of what the sketch of these heads leaves out, by a few Lanczos steps. False if it was skipped:
+        where `failure` is 0, the budget is used up, or the sketch has hardly grown since the last time.
         """
         cost = PROBES * (2 * GLANCE - 1)
         left = self.budget - self.sketch.products - int(self.spent.max())
@@ -354,7 +353,7 @@ class _Search:
             op, basis = linalg.taken(op, at.to(op.device)), basis[at.to(op.device)]
         largest = linalg.Probes(op, basis, PROBES, self.seed + self.sent).largest(GLANCE)
         # The t-th bound may fail with probability failure / 2ᵗ: all of them together with less than failure.
-        # Each stays good as the sketch grows, since what is left out only shrinks.
+        # A bound stays valid as the sketch grows, since what is left out only shrinks.
         bound = largest / (1 - linalg.norm_slack(op.shape[-2], PROBES, GLANCE, self.failure / 2**self.sent))
         chosen: Any = ... if at is None else at
         self.norm[chosen] = torch.minimum(self.norm[chosen], bound)
@@ -379,7 +378,7 @@ class _Search:
         )
 
     def _told_by(self, ritz: linalg.Ritz, n: int) -> dict[str, Any]:
-        """All of a profile that no glance changes."""
+        """The fields of a profile that a glance does not change."""
         settled = (ritz.leaks <= SETTLED * ritz.squares).long().cumprod(-1).sum(-1)
         rounding = ROUNDING * torch.finfo(self.sketch.op.dtype).eps
         return dict(
@@ -397,7 +396,7 @@ class _Search:
         return residual, torch.minimum(self.norm, residual)
 
     def finished(self, profile: Profile, at: Any) -> Profile:
-        """Some heads, where A is, with the best ceilings of single values, which no goal needs before."""
+        """The profile of some heads, on the device of A, with the tightest bounds of single values."""
         assert self.ritz is not None
         _, norm = self._left_out()
         device = self.sketch.op.device
@@ -414,12 +413,12 @@ def _relative_errors(ritz: linalg.Ritz) -> Float[Tensor, "*b k"]:
     leaks, squares = ritz.leaks, ritz.squares
     tiny = torch.finfo(torch.float64).tiny
     gaps = (squares - squares[..., -1:]).clamp(min=tiny)
-    noise = torch.finfo(torch.float32).eps * squares[..., :1]  # below it nothing can be told, and nothing is waited for
+    noise = torch.finfo(torch.float32).eps * squares[..., :1]  # smaller values are rounding noise
     return torch.minimum(leaks, leaks.square() / gaps) / (2 * torch.maximum(squares, noise).clamp(min=tiny))
 
 
 def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
-    """All heads of a batch; the sketches are as wide as the widest, NaN beyond their own width."""
+    """The profile of all heads of a batch; narrower sketches are padded with NaN."""
     if len(parts) == 1:
         return _shaped(parts[0], batch)
     widest = max(part.profile.squares.shape[-1] for part in parts)
@@ -441,7 +440,7 @@ def _joined(parts: list[_Part], batch: tuple[int, ...]) -> Profile:
 
 
 def _shaped(part: _Part, batch: tuple[int, ...]) -> Profile:
-    """Heads that were done together, and so are in their order already."""
+    """The profile of heads that were finished together, which are in order already."""
     profile = part.profile
     arrays: dict[str, Any] = {name: _by_head(x, batch) for name, x in vars(profile).items() if isinstance(x, Tensor)}
     ranks = {tau: tuple(_by_head(x, batch) for x in rank) for tau, rank in profile._ranks.items()}

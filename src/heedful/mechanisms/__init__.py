@@ -31,11 +31,12 @@ from heedful.feature_maps import (
 from heedful.mechanisms.deprecated import DilatedSoftmax, StridedSoftmax, TreeSoftmax
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.gated import GatedLinear
+from heedful.mechanisms.key_value_memory import KeyValueMemory
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.linformer_sparse import LinformerSparse
 from heedful.mechanisms.lowrank_sparse import LowRankSparse
-from heedful.mechanisms.memory import ExternalMemory, KeyValueMemory
+from heedful.mechanisms.memory import ExternalMemory
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.perceiver import Perceiver

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, State, check_takes_words
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, State
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
 from heedful.operator import Products
@@ -30,6 +30,7 @@ from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
 from heedful.validation import check_inputs
+from heedful.words import check_takes_words
 
 Piece = tuple[Mechanism, slice, slice]
 

@@ -27,7 +27,6 @@ from heedful.core import (
     RecurrentMechanism,
     Stage,
     State,
-    check_takes_words,
     group_heads,
     softmax_stages,
 )
@@ -36,6 +35,7 @@ from heedful.nn.projections import seeds, token_flops
 from heedful.nn.rope import Rope
 from heedful.segments import Segments, in_last, resolve
 from heedful.shapes import Float, Int, Tensor
+from heedful.words import check_takes_words
 
 
 @runtime_checkable

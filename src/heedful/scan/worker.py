@@ -19,11 +19,11 @@ from heedful.hf.probe import Enough, Probe
 from heedful.measures import effective_rank
 from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
-from heedful.scan.fused_capture import Along, Rooms, of_call
+from heedful.scan.fused_capture import BufferPool, FusedCapture, of_call
 from heedful.scan.heads import Kept, Matrix, Measuring, Pass, measured, read, thumbnails, together
 from heedful.scan.memory import limited
 from heedful.scan.texts import Unit
-from heedful.scan.thread_pool import Job, Team
+from heedful.scan.thread_pool import Job, ThreadPool
 from heedful.shapes import Tensor
 
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ Tick = Callable[[float], None]
 
 @dataclass
 class Result:
-    """What one unit gave: rows of the model, of the one it is compared with, how far they are apart, and pictures."""
+    """The rows of one unit: of the model, of the model it is compared with, of their difference, and pictures."""
 
     unit: Unit
     rows: list[Row]
@@ -94,16 +94,16 @@ class Worker:
         self.task, self.tick, self.memory = task, tick, memory
         how, device = task.how, task.device
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        # On a GPU two threads measure while this one runs the model: they wait for the host's share of the work.
-        self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
+        # On a GPU two threads measure while this one runs the model: short sequences are CPU-bound.
+        self.threads = ThreadPool(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
         if torch.device(device).type == "cuda":
             # torch loads its linear algebra for GPUs at the first use, and fails where two threads are the first.
             torch.linalg.cholesky(torch.ones(1, 1, device=device))
         self.own = _Own()
-        self.rooms = Rooms()
+        self.buffers = BufferPool()
 
     def __call__(self, unit: Unit) -> Result:
-        with limited(self.memory), self.team.at_work():
+        with limited(self.memory), self.threads.running():
             return self._all(unit)
 
     def _all(self, unit: Unit) -> Result:
@@ -152,18 +152,18 @@ class Worker:
         jobs: list[Job[tuple[list[Row], list[Row]]]] = []
         layers = self.task.layers
         last = max(layers) if layers is not None else None if count is None else count - 1
-        along = Along(layers, tokens, lambda: self.own.kept, self.rooms, self.team)
+        capture = FusedCapture(layers, tokens, lambda: self.own.kept, self.buffers, self.threads)
 
         def visit(call: Call) -> None:
             if layers is None or call.at in layers:
-                jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, along.take()))
+                jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, capture.take()))
             if self.tick is not None:
                 self.tick((call.at + 1) / self.task.calls)
             # A text on which the model calls other modules than on the first one is read to its end.
             if call.at == last and (layers is not None or call.name == self.task.last):
                 raise Enough
 
-        probe(given, visit, along)
+        probe(given, visit, capture)
         found = [job.result() for job in jobs]
         return [row for rows, _ in found for row in rows], [row for _, looked in found for row in looked]
 
@@ -173,17 +173,17 @@ class Worker:
         """The heads of a call, in parts, or all of them where the pass over their rows was made already."""
         measure = partial(self._part, unit, call, more=look(call), written=_writes(call))
         if passed is not None:
-            yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
+            yield self.threads.submit(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
             return
         parts = together(call)
         for part in parts:
-            job = self.team.hand(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
+            job = self.threads.submit(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
             if call.q.device.type != "cpu" and len(parts) > 1:
                 job.result()  # each group takes all the memory that it may: one after the other
             yield job
 
     def _read(self, call: Call, part: Part, tokens: Tensor | None) -> Pass:
-        return read(call.part(*part), tokens, self.own.kept, self.rooms.lend())
+        return read(call.part(*part), tokens, self.own.kept, self.buffers.borrow())
 
     def _part(
         self,
@@ -201,7 +201,7 @@ class Worker:
             passed = read()
             looked = more(part, passed.matrix)
             found = measured(call.part(*part), passed, self.task.how, self.baselines, first=part[0])
-        self.rooms.give_back(passed.room)
+        self.buffers.give_back(passed.room)
         if _writes(call) != written:
             raise Refused(
                 f"{call.name}: the model writes over queries or keys that are still being measured. Likely cause: "
@@ -233,7 +233,7 @@ def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = 
     """
     found: list[dict[str, Any]] = []
     kept = Kept()
-    along = Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), Team(threads=1))
+    capture = FusedCapture(layers, inputs.get("input_ids"), lambda: kept, BufferPool(), ThreadPool(threads=1))
 
     def visit(call: Call) -> None:
         found.append(
@@ -249,9 +249,9 @@ def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = 
         )
 
     if probe.sees_all(inputs):  # the check of the first inputs has to be made in any case
-        probe.check(inputs, visit, along)
+        probe.check(inputs, visit, capture)
     else:
-        probe(inputs, visit, along)
+        probe(inputs, visit, capture)
     return found
 
 

@@ -280,6 +280,11 @@ def inverse_of(below: Tensor) -> Tensor:
     return torch.where(below.abs() >= LEAST[below.dtype], below.reciprocal(), 0.0)
 
 
+def repeat(x, heads):
+    """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def in_rows(B, H, *tensors):
     """(B, H, …) → (B·H, …)"""
     return [None if t is None else t.expand(B, H, *t.shape[2:]).flatten(0, 1) for t in tensors]

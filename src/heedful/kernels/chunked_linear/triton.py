@@ -47,7 +47,7 @@ from heedful.kernels.chunked_linear import launches, reference, triton_backward,
 from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, exp_state, runs, turns_of
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.state_slots import fill, state_in, tokens
 from heedful.kernels.tensor_cache import cached
 
@@ -253,7 +253,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, setup, stateful):
         known = decay, code, shift_q, shift_k, turns_q, turns_k
-        rehearse(_Outputs, ctx, setup.ready, q, k, v, S, z, *known, setup, stateful)
+        compile_both_passes(_Outputs, ctx, setup.ready, q, k, v, S, z, *known, setup, stateful)
         o, final, *work = _attend(setup, q, k, v, S, z, *known, stateful)
         ctx.save_for_backward(q, k, v, o, *work, final, *known)
         ctx.set_materialize_grads(False)

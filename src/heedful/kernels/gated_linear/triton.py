@@ -42,7 +42,7 @@ from heedful.kernels.chunked_linear.features import LinearState, runs
 from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.gated_linear import reference, triton_backward, triton_forward
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.state_slots import fill, layout, state_in, tokens
 
 WIDEST = 128
@@ -250,7 +250,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, S, z, code, setup):
-        rehearse(_Outputs, ctx, setup.ready, q, k, v, g, S, z, code, setup)
+        compile_both_passes(_Outputs, ctx, setup.ready, q, k, v, g, S, z, code, setup)
         o, final, kept = _attend(setup, q, k, v, g, S, z, code)
         ctx.save_for_backward(q, k, v, g, o, code, *kept)
         ctx.set_materialize_grads(False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heedful.kernels.chunked_linear import logs
-from heedful.kernels.chunked_linear.features import LOG2E, repeat
+from heedful.kernels.chunked_linear.features import LOG2E
 from heedful.kernels.chunked_linear.groups import (
     blocks_of,
     cut,
@@ -23,6 +23,7 @@ from heedful.kernels.chunked_linear.groups import (
     in_rows,
     inverse_of,
     put,
+    repeat,
     slabs,
     upstream,
 )

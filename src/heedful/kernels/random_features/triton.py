@@ -38,7 +38,7 @@ from torch import Tensor
 from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, over, packed, steps
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.random_features import launches, reference, triton_backward, triton_forward
 from heedful.kernels.state_slots import layout, tokens
 
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
             key_bias = key_bias.float().contiguous()
         setup = launches.setup_for(q, k, v, key_bias, query_weight, curvature, causal)
         given = q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal
-        rehearse(_Attention, ctx, setup.ready, *given)
+        compile_both_passes(_Attention, ctx, setup.ready, *given)
         B, H, KV, n, m, d, e = setup.B, setup.H, setup.KV, setup.n, setup.m, setup.d, setup.e
         Wq = launches.padded(query_weight, setup)
         Wk = Wq if key_weight is query_weight else launches.padded(key_weight, setup)

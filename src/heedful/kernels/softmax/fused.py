@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels.dispatch import as_given, on_device, uncompiled
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.lists import MOST_PAIRS, Lists, lists
@@ -260,7 +260,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, rows, pattern, segments, scale):
         job = _job(q, k, v, rows, pattern, segments, scale)
-        rehearse(_Attend, ctx, job.setup.ready, q, k, v, sink, rows, pattern, segments, scale)
+        compile_both_passes(_Attend, ctx, job.setup.ready, q, k, v, sink, rows, pattern, segments, scale)
         o, lse = launches.attend(job)
         ctx.save_for_backward(q, k, v, sink, o, lse)
         ctx.rest = job.setup, job.tables, job.sink, rows.temperature

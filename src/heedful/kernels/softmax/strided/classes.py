@@ -43,13 +43,13 @@ def attend(
         order = _Order(q, k, step, segments)
         found = within(order.queries(q), order.keys(k), order.keys(v), rows, shape.inside, order.ids, scale)
         return order.queries_back(found)
-    grid, rows = _Grid(q, k, step), _on_grid(rows)
+    grid, rows = Grid(q, k, step), on_grid(rows)
 
     def run(part: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return within(q, k, v, rows, shape.inside, None, scale)
 
     looks_ahead = shape.offsets.after > 0
-    return grid.queries_back(_each(run, grid, looks_ahead, grid.queries(q), grid.keys(k), grid.keys(v)))
+    return grid.queries_back(each_length(run, grid, looks_ahead, grid.queries(q), grid.keys(k), grid.keys(v)))
 
 
 def adjoint(
@@ -73,23 +73,23 @@ def adjoint(
         order = _Order(q, k, step, segments)
         inputs = order.queries(q), order.keys(k), order.queries(y)
         return order.keys_back(within(*inputs, rows, shape.inside, order.ids, scale, memory=memory))
-    grid, rows = _Grid(q, k, step), _on_grid(rows)
+    grid, rows = Grid(q, k, step), on_grid(rows)
 
     def run(part: str, q: Tensor, k: Tensor, y: Tensor) -> Tensor:
         return within(q, k, y, rows, shape.inside, None, scale, memory=memory.setdefault(part, {}))
 
     looks_ahead = shape.offsets.after > 0
-    return grid.keys_back(_each(run, grid, looks_ahead, grid.queries(q), grid.keys(k), grid.queries(y)))
+    return grid.keys_back(each_length(run, grid, looks_ahead, grid.queries(q), grid.keys(k), grid.queries(y)))
 
 
-def _on_grid(rows: RowFunction) -> RowFunction:
+def on_grid(rows: RowFunction) -> RowFunction:
     """The row function for one batch axis more, that of the residues."""
     if isinstance(rows, SoftmaxRows) and rows.sink is not None:
         return replace(rows, sink=rows.sink[..., None])
     return rows
 
 
-class _Grid:
+class Grid:
     """Tokens as residues r and rows a, position a·s + r: zeros before the first query and after the last key fill it.
 
     The keys have all rows; the queries, the last n of m positions, those from that of the first query on.
@@ -99,10 +99,10 @@ class _Grid:
         self.n, self.m, self.step = q.shape[-2], k.shape[-2], step
         self.before, self.after = (self.m - self.n) % step, -self.m % step
 
-    def keys(self, x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*b r a w"]:
+    def keys(self, x: Float[Tensor, "*b m w"] | Int[Tensor, "*b m w"]) -> Tensor:
         return self._grid(x, 0)
 
-    def queries(self, x: Float[Tensor, "*b n w"]) -> Float[Tensor, "*b r a w"]:
+    def queries(self, x: Float[Tensor, "*b n w"] | Int[Tensor, "*b n w"]) -> Tensor:
         return self._grid(x, self.before)
 
     def _grid(self, x: Tensor, before: int) -> Tensor:
@@ -116,7 +116,7 @@ class _Grid:
         return x.transpose(-3, -2).flatten(-3, -2)[..., : self.m, :]
 
 
-def _each(run: Callable[..., Tensor], grid: _Grid, looks_ahead: bool, *grids: Tensor) -> Tensor:
+def each_length(run: Callable[..., Tensor], grid: Grid, looks_ahead: bool, *grids: Tensor) -> Tensor:
     """All classes together; where queries look ahead, those that lack the last row apart from the others.
 
     Zeros in the last row come after every query of their class, which one that does not look ahead never sees.
