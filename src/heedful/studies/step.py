@@ -134,6 +134,8 @@ def batch_loss(model: Transformer, batch: Batch, smoothing: float = 0.0) -> Floa
 
 def hidden(model: Transformer, batch: Batch) -> Float[Tensor, "b m d"]:
     """The decoder's last tokens, of which the logits are made."""
+    if not model.encoder:
+        return model.decode(batch.given)
     memory = encode(model, batch)
     return model.decode(batch.given, memory, memory_segments=batch.segments)
 
