@@ -26,7 +26,6 @@ from heedful.studies.heads import describe_heads
 from heedful.studies.loss import token_loss
 from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
-from heedful.studies.score import difference, table
 from heedful.studies.step import Steps, batch_loss, make_optimiser, rate, round_to
 from heedful.studies.train import evaluate, start, train, unigram_loss
 from heedful.studies.translate import search, translate
@@ -348,20 +347,6 @@ def test_heads_are_described_by_where_they_look_and_by_their_twins(corpus):
 def test_an_unknown_group_is_named():
     with pytest.raises(ValueError, match="expected one of softmax"):
         build(Model(encoder=(Group(8, "sofmax"),)), 10)
-
-
-def test_differences_are_paired_by_seed():
-    def rows(cell, scores):
-        tests = [{name: {"bleu": x, "chrf": 2 * x} for name in ("test", "test_unseen")} for x in scores]
-        common = {"study": "fixed-heads", "corpus": "de-5000", "direction": "de-en", "shuffled": False}
-        common |= {"losses": {"train": 1.0, "test": 2.0}, "step_seconds": 0.01, "cell": cell}
-        return [{**common, "seed": seed, "tests": test} for seed, test in enumerate(tests)]
-
-    base, other = rows("8L", [10.0, 12.0, 14.0]), rows("7Ftoken+1L", [11.0, 13.1, 14.9])
-    assert difference(other, base) == "+1.00 ± 0.25"  # 4.303 · 0.1 / √3
-    assert difference(base, base) == ""
-    lines = table([*base, *other]).splitlines()
-    assert "| +1.00 ± 0.25 |" in lines[2] and "12.00 ± 2.00" in lines[3]
 
 
 def test_rounded_weights_follow_their_float32_masters(corpus):

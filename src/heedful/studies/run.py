@@ -28,7 +28,7 @@ from heedful.studies.config import Run
 from heedful.studies.data import load
 from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished
-from heedful.studies.score import BASELINES
+from heedful.studies.results import BASELINES
 from heedful.studies.train import summary, train
 from heedful.studies.translate import translate
 
