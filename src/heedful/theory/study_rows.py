@@ -22,7 +22,7 @@ def runs(study: str, cell: str, corpus: str) -> list[Row]:
     found = [row for row in found if row["steps"] == fewest]
     if len(found) < LEAST_SEEDS:
         raise Undecided(
-            f"decided by the study {study}, which needs {LEAST_SEEDS} seeds of “{cell}” on {corpus} and has {len(found)}"
+            f"decided by the study {study}; it has {len(found)} of {LEAST_SEEDS} seeds of “{cell}” on {corpus}"
         )
     return found
 
