@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from heedful.studies.results import BLEU, Setting, by_seed, difference, of_study, save, settings, spread
+import json
+from html import escape
+from statistics import mean
+
+import pytest
+from typer.testing import CliRunner
+
+from heedful.cli.app import app
+from heedful.report.study import html
+from heedful.studies.results import (
+    BLEU,
+    Setting,
+    by_seed,
+    cells,
+    difference,
+    of_study,
+    published,
+    save,
+    settings,
+    spread,
+)
 from heedful.studies.tables import latex, markdown, table
+from heedful.studies.texts import TEXTS
 
 
 def rows(cell, scores, corpus="de-5000", study="fixed-heads", **other):
@@ -58,3 +79,50 @@ def test_rows_are_written_as_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         save(BASE, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("study", ["fixed-heads", "frozen-projections"])
+def test_the_page_shows_every_run_in_both_languages(study):
+    rows = published(study)
+    text = html(rows)
+    scored = [row for row in rows if BLEU.of(row) is not None]
+    assert text.count('class="run"') == len(rows) >= len(scored) > 30
+    assert "\\begin{tabular}" in text and escape(TEXTS[study].question["zh"]) in text
+    assert all(escape(row["samples"][0][2]) in text for row in rows if row.get("samples"))
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_what_the_pages_say_is_what_the_rows_say():
+    """Sentences of texts.py that hold numbers."""
+    rows = published("fixed-heads")
+    heads = [head for row in rows if row["cell"] == "8L" for head in row.get("heads") or []]
+    assert len(heads) == 2 * 4 * 8 and max(max(head["previous"], head["next"]) for head in heads) < 1 / 5
+    frozen = published("frozen-projections")
+    means = {}
+    for setting in settings(frozen):
+        for cell, some in cells(frozen, setting).items():
+            means[setting.corpus, cell] = mean(by_seed(some, BLEU).values())
+    assert 0.45 < means["de-5000", "orthogonal"] / means["de-5000", "learned"] < 0.55
+    assert means["de-20000", "orthogonal"] / means["de-20000", "learned"] < 0.75
+    loss, saved = (means["de-5000", "learned"] - means["de-5000", x] for x in ("orthogonal", "orthogonal + LoRA 8"))
+    assert 0.4 < saved / loss < 0.6
+
+
+def test_a_sound_baseline_gains_from_data_and_seldom_copies():
+    rows = [row for row in published("fixed-heads") if row["cell"] == "8L"]
+    few, many = (mean(by_seed([r for r in rows if r["corpus"] == x], BLEU).values()) for x in ("de-5000", "de-20000"))
+    assert many > few + 10
+    assert all(test["empty"] < 0.01 and test["copies"] < 0.01 for row in rows for test in row["tests"].values())
+    assert all(row["losses"]["test"] < 4 for row in rows)
+
+
+def test_the_command_prints_tables_and_refuses_unknown_names(tmp_path):
+    runner = CliRunner()
+    assert runner.invoke(app, ["study"]).output.split() == ["fixed-heads", "frozen-projections"]
+    shown = runner.invoke(app, ["study", "fixed-heads"])
+    assert shown.exit_code == 0 and "| 7Ftoken+1L | 5 |" in shown.output
+    assert "\\toprule" in runner.invoke(app, ["study", "fixed-heads", "--latex"]).output
+    assert len(json.loads(runner.invoke(app, ["study", "frozen-projections", "--json"]).output)) > 30
+    page = tmp_path / "page.html"
+    assert runner.invoke(app, ["study", "fixed-heads", "--html", str(page)]).exit_code == 0 and page.exists()
+    assert runner.invoke(app, ["study", "heads"]).exit_code == 2

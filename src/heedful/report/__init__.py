@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from heedful.report.data import Records
@@ -31,6 +31,15 @@ def write(scan: Records, path: str | Path, *, against: Records | None = None, la
         raise type(error)(
             error.errno, f"{path}: the report can't be written ({why}). Give a file in a folder of your own."
         ) from error
+    return path
+
+
+def write_study(rows: list[dict[str, Any]], path: str | Path, *, language: str = "en") -> Path:
+    """Write the page of a study as one HTML file, in both languages; `language` shows first."""
+    from heedful.report.study import html
+
+    path = Path(path)
+    _put(path, html(rows, language=language))
     return path
 
 

@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean, stdev
@@ -120,6 +121,7 @@ def t_cdf(t: float, freedom: int) -> float:
     return 0.5 + 0.5 * integral(end) / integral(math.pi / 2)
 
 
+@cache
 def t_quantile(freedom: int, p: float = 0.975) -> float:
     """The t below which a share p lies, by bisection.
 
@@ -127,7 +129,7 @@ def t_quantile(freedom: int, p: float = 0.975) -> float:
     2.776
     """
     low, high = 0.0, 1e4
-    for _ in range(80):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if t_cdf(middle, freedom) < p else (low, middle)
     return (low + high) / 2
