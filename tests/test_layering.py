@@ -52,12 +52,12 @@ MAY_IMPORT = {
     "notices": [],
     "svg": [],
     "latex": [],
-    "report": ["shapes", "store", "svg", "latex"],
+    "report": ["shapes", "store", "svg", "latex", "studies"],
     # models and jobs
     "hf": [*CONTRACT, "mechanisms", "notices"],
     "scan": [*CONTRACT, *NUMBERS, "mechanisms", "notices", "store", "executor", "report", "hf"],
     "bench": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "store", "executor", "svg"],
-    "theory": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "testing", "store", "executor", "hf", "bench"],
+    "theory": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "testing", "store", "executor", "hf", "bench", "studies"],
     "studies": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "store", "executor"],
     # what users import and run
     "hf/__init__": ["hf", "scan"],
@@ -75,6 +75,7 @@ MAY_IMPORT = {
         "hf/__init__",
         "scan",
         "bench",
+        "studies",
         "theory",
     ],
     "__main__": ["cli"],

@@ -493,3 +493,18 @@ def test_a_projection_for_other_heads_is_refused():
     layer.q_proj = nn.Linear(24, 24)
     with pytest.raises(ValueError, match=r"q_proj: gives 24 numbers a token, expected 1 heads · 6 = 6"):
         layer(x24)
+
+
+def test_a_materialised_hadamard_is_the_same_map_until_it_is_drawn_again():
+    project, x = Hadamard(24, 3, 8, seed=0), tokens(5, 24, dtype=torch.float32)
+    walked = project(x)
+    project.materialise()
+    torch.testing.assert_close(project(x), walked)
+    assert torch.equal(project.dense(), project.dense()) and len(project.state_dict()) == 2
+    assert project(x.double()).dtype == torch.float64  # tokens of another precision go by the rounds
+    project.redraw(1)
+    torch.testing.assert_close(project(x), Hadamard(24, 3, 8, seed=1)(x))
+    project.materialise()
+    torch.testing.assert_close(
+        project.double()(x.double()), Hadamard(24, 3, 8, seed=1, dtype=torch.float64)(x.double())
+    )

@@ -20,15 +20,15 @@ from heedful.random_features import FavorPlus
 from heedful.store import Damaged
 from heedful.studies import fixed_heads, frozen_projections
 from heedful.studies.config import Group, Model, Run, Training, build
+from heedful.studies.corpora import tasks
 from heedful.studies.corpora.__main__ import main as build_corpora
 from heedful.studies.data import BEGIN, END, PAD, WIDTHS, Pairs, Side, batches, gather, load, shuffle_targets
 from heedful.studies.heads import describe_heads
 from heedful.studies.loss import token_loss
 from heedful.studies.records import append, finished, read
 from heedful.studies.run import main, work
-from heedful.studies.score import difference, table
 from heedful.studies.step import Steps, batch_loss, make_optimiser, rate, round_to
-from heedful.studies.train import start, train
+from heedful.studies.train import evaluate, start, train, unigram_loss
 from heedful.studies.translate import search, translate
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_the_hash_of_a_config_is_stable_and_tells_configs_apart():
 )
 def test_every_cell_of_the_studies_takes_a_step(model, corpus):
     run = Run("smoke", "cell", "small-160", Training(2), replace(model, width=64, head_dim=8, hidden=32, layers=2))
-    net = start(run, corpus.vocabulary, CPU)
+    net = start(run, corpus, CPU)
     pairs = corpus.splits["train"]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     loss, norm = Steps(net, run.training)(gather(pairs, torch.arange(6)), 1)
@@ -135,7 +135,7 @@ def test_eight_pairs_are_learned_by_heart_and_translated_back(corpus, data):
     pairs = Pairs(*(Side(side.tokens, side.begins, side.starts[:9]) for side in whole))
     model = Model(encoder=SEVEN, width=64, head_dim=8, hidden=128, layers=1, dropout=0.0)
     run = Run("smoke", "overfit", "small-160", Training(60, rate=5e-3, smoothing=0.0), model)
-    net = start(run, corpus.vocabulary, CPU)
+    net = start(run, corpus, CPU)
     steps, batch = Steps(net, run.training), gather(pairs, torch.arange(8))
     for step in range(1, 61):
         loss, _ = steps(batch, step)
@@ -155,7 +155,9 @@ def test_beam_search_finds_the_best_sentence_where_all_can_be_tried():
     depends = False
     for seed in range(4):
         torch.manual_seed(seed)
-        net = build(Model(encoder=SEVEN, width=32, head_dim=4, hidden=32, layers=1, dropout=0.0), vocabulary).eval()
+        positions = "rope" if seed % 2 else "sinusoidal"
+        shape = Model(encoder=SEVEN, width=32, head_dim=4, hidden=32, layers=1, dropout=0.0, positions=positions)
+        net = build(shape, vocabulary).eval()
         with torch.no_grad():
             memory = net.encode(batch.source, segments=batch.segments, words=batch.words)
             likely = []
@@ -246,7 +248,7 @@ def test_a_step_never_waits_for_the_device(cell, corpus):
         hidden=32,
         layers=2,
     )
-    net = start(Run("smoke", cell, "small-160", Training(2), model), corpus.vocabulary, CPU)
+    net = start(Run("smoke", cell, "small-160", Training(2), model), corpus, CPU)
     batch = gather(corpus.splits["train"], torch.arange(6))
     with Watch():
         batch_loss(net, batch, 0.1).backward()
@@ -282,6 +284,44 @@ def test_the_runner_works_through_a_queue_and_skips_what_is_done(data, tmp_path,
     assert "0 runs to do, 2 recorded already" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task", ["recall", "manuals", "prose"])
+def test_other_tasks_count_their_tokens_and_take_a_step(task, tmp_path, monkeypatch):
+    texts = [
+        f"The {word} of package {at} is described here, in the words of its authors."
+        for at in range(40)
+        for word in ("use", "aim", "age")
+    ]
+    names = list(tasks.MANUALS)
+    found = [
+        tasks.Paragraph(names[at % 5], f"page {at % 30}", f"{names[at % 5]} {text}") for at, text in enumerate(texts)
+    ]
+    monkeypatch.setattr(tasks, "download", lambda names, folder: [])
+    monkeypatch.setattr(tasks, "paragraphs", lambda packages, wanted: (found * (9 if task == "prose" else 1), {}))
+    card = tasks.build(task, tmp_path, tmp_path, 50)
+    small = load(tmp_path / task, "de-en")
+    assert small.task == task and small.has_source == (task == "manuals")
+    run = next(run for run in frozen_projections.runs([0], [task]) if run.cell == "orthogonal")
+    run = replace(run, model=replace(run.model, width=32, head_dim=4, hidden=32, layers=1))
+    pairs = small.splits["train"]
+    batch = gather(pairs, torch.arange(3))
+    counted = {"recall": 3 * 15, "manuals": 3, "prose": 3 * tasks.BLOCK}[task]
+    assert (batch.wanted != PAD).sum() == counted
+    net = start(run, small, CPU)
+    loss, _ = Steps(net, run.training)(batch, 1)
+    assert loss.isfinite()
+    assert 0 <= evaluate(net, small.splits["test"], CPU, 8)["accuracy"] < 1
+    if task == "recall":
+        assert unigram_loss(small, "test") == pytest.approx(4.16, abs=0.2)  # log 64
+        answers, given = batch.wanted[0], batch.given[0]
+        at = (answers != PAD).nonzero().flatten()
+        shown = dict(given[1:31].reshape(15, 2).tolist())
+        assert [shown[int(given[i])] for i in at] == answers[at].tolist()
+    elif task == "manuals":
+        assert card["baselines"]["bag_of_words_accuracy"]["test"] == 1  # each text names its manual
+    else:
+        assert card["baselines"]["pairs_of_tokens_loss"]["test"] < unigram_loss(small, "test")
+
+
 def test_numbers_of_a_config_can_be_set(capsys):
     command = ["--list", "--cells", "8L", "--corpora", "de-5000", "--seeds", "0"]
     keys = []
@@ -314,25 +354,11 @@ def test_an_unknown_group_is_named():
         build(Model(encoder=(Group(8, "sofmax"),)), 10)
 
 
-def test_differences_are_paired_by_seed():
-    def rows(cell, scores):
-        tests = [{name: {"bleu": x, "chrf": 2 * x} for name in ("test", "test_unseen")} for x in scores]
-        common = {"study": "fixed-heads", "corpus": "de-5000", "direction": "de-en", "shuffled": False}
-        common |= {"losses": {"train": 1.0, "test": 2.0}, "step_seconds": 0.01, "cell": cell}
-        return [{**common, "seed": seed, "tests": test} for seed, test in enumerate(tests)]
-
-    base, other = rows("8L", [10.0, 12.0, 14.0]), rows("7Ftoken+1L", [11.0, 13.1, 14.9])
-    assert difference(other, base) == "+1.00 ± 0.25"  # 4.303 · 0.1 / √3
-    assert difference(base, base) == ""
-    lines = table([*base, *other]).splitlines()
-    assert "| +1.00 ± 0.25 |" in lines[2] and "12.00 ± 2.00" in lines[3]
-
-
 def test_rounded_weights_follow_their_float32_masters(corpus):
     """What a GPU does, on the CPU: bfloat16 computes, float32 is updated, and both descend alike."""
     run = replace(tiny(20), model=replace(tiny().model, dropout=0.0), training=Training(20, rate=3e-3, warmup=0.5))
     batch = gather(corpus.splits["train"], torch.arange(12))
-    exact, rounded = (Steps(start(run, corpus.vocabulary, CPU), run.training) for _ in range(2))
+    exact, rounded = (Steps(start(run, corpus, CPU), run.training) for _ in range(2))
     rounded.masters = [torch.nn.Parameter(p.detach().clone()) for p in rounded.weights]
     round_to(rounded.model, torch.bfloat16)
     rounded.optimiser = make_optimiser(rounded.masters, run.training)

@@ -11,6 +11,7 @@ import torch
 from verdicts import PRINTED, VERDICTS
 
 from heedful.patterns import Causal, Strided, Window
+from heedful.theory import study_rows
 from heedful.theory.chapters import CHAPTERS, CLAIMS
 from heedful.theory.chapters.fixed_and_efficient.orthogonal_projections import bad_pairs
 from heedful.theory.chapters.fixed_and_efficient.sparse_patterns import reached
@@ -97,9 +98,16 @@ def test_wording_says_why_nothing_is_decided():
     assert [name for name, claim in CLAIMS.items() if claim.kind == "wording" and claim.reason is None] == []
 
 
-@pytest.mark.parametrize("name", ["R003-BLEU-table", "R003-BLEU-3", "R003-why"])
-def test_what_needs_training_names_its_study(name):
-    assert "the study raganato" in decide(CLAIMS[name]).because
+@pytest.mark.parametrize("name, study", [("R003-BLEU-table", "fixed-heads"), ("R003-4.4-lowres", "frozen-projections")])
+def test_what_needs_more_training_names_its_study(name, study):
+    assert f"study {study}" in decide(CLAIMS[name]).because
+
+
+@pytest.mark.parametrize("name", ["R003-BLEU-3", "R003-why", "R003-4.1", "R003-4.2.2-gen"])
+def test_what_studies_decide_is_undecided_without_their_runs(name, monkeypatch):
+    monkeypatch.setattr(study_rows, "_rows", lambda study: ())
+    found = decide(CLAIMS[name])
+    assert found.verdict == "UNDECIDED" and "it has 0 of 3 seeds" in found.because
 
 
 @pytest.mark.parametrize("layers", [(Window(2), Strided(3) & Causal()), (Strided(3) & Causal(), Window(1))])

@@ -16,6 +16,7 @@ from heedful import __version__
 from heedful.cli.bench import bench_command
 from heedful.cli.mechanisms import list_command, show_command
 from heedful.cli.scan import report_command, scan_command
+from heedful.cli.study import study_command
 from heedful.cli.theory import theory_command
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command("bench")(bench_command)
 app.command("scan")(scan_command)
 app.command("report")(report_command)
 app.command("theory")(theory_command)
+app.command("study")(study_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -213,14 +213,21 @@ class Attention(nn.Module):
         out, inner = mechanism.step(state.inner, *self._project(x, x, here, here))
         return self._join(out), AttentionState(inner, state.position + 1)
 
-    def queries(self, x: Float[Tensor, "*b n embed"]) -> Float[Tensor, "*b h n d"]:
-        """The queries of x by heads, without rope; `keys_and_values`, the mechanism and `join` complete `forward`."""
-        return self._read("q_proj", self.q_proj, x, self.query_heads, None, x)
+    def queries(
+        self, x: Float[Tensor, "*b n embed"], positions: Int[Tensor, "*s n"] | None = None
+    ) -> Float[Tensor, "*b h n d"]:
+        """The queries of x by heads; `keys_and_values`, the mechanism and `join` do the rest of `forward`.
 
-    def keys_and_values(self, context: Float[Tensor, "*b m context"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the context by heads, for a layer without rope."""
+        positions   of the tokens, for a layer with a rope
+        """
+        return self._read("q_proj", self.q_proj, x, self.query_heads, positions, x)
+
+    def keys_and_values(
+        self, context: Float[Tensor, "*b m context"], positions: Int[Tensor, "*s m"] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context by heads."""
         v = self._split("v_proj", self.v_proj(context), self.kv_heads, self.value_dim)
-        return self._read("k_proj", self.k_proj, context, self.key_heads, None, v), v
+        return self._read("k_proj", self.k_proj, context, self.key_heads, positions, v), v
 
     def join(self, out: Float[Tensor, "*b h n e"]) -> Float[Tensor, "*b n embed"]:
         """Tokens from the outputs of the heads."""

@@ -197,6 +197,7 @@ class Hadamard(FrozenProjection):
     ):
         super().__init__(in_features, heads, head_dim, seed, gain)
         _check_room(in_features, heads, head_dim, per_head=True)
+        self._matrix: Tensor | None = None
         self.heads_of_a_map = 1 if per_head else min(heads, in_features // head_dim)
         self.widths = [1 << bit for bit in reversed(range(in_features.bit_length())) if in_features >> bit & 1]
         shape = ROUNDS, -(-heads // self.heads_of_a_map), in_features
@@ -207,6 +208,8 @@ class Hadamard(FrozenProjection):
 
     def forward(self, x):
         _check_width(x, self)
+        if self._matrix is not None and self._matrix.dtype == x.dtype:
+            return F.linear(x, self._matrix)
         wide = torch.promote_types(x.dtype, torch.float32)
         with as_given(x):
             rows = self._rotate(x.to(wide)) * self.gain
@@ -223,11 +226,24 @@ class Hadamard(FrozenProjection):
             x = torch.cat([walsh_hadamard(part) * part.shape[-1] ** -0.5 for part in parts], -1)
         return x
 
+    def materialise(self, dtype: torch.dtype | None = None) -> None:
+        """Multiply tokens of this dtype by W from now on: quicker at small widths, in particular on a GPU.
+
+        W is kept beside the signs and not saved; `redraw` and a move to another device drop it.
+        """
+        self._matrix = self.dense().to(dtype or self.signs.dtype).contiguous()
+
+    def _apply(self, fn, recurse=True):
+        self._matrix = None
+        return super()._apply(fn, recurse)
+
     def dense(self):
+        if self._matrix is not None and self._matrix.dtype == self.signs.dtype:
+            return self._matrix
         return self(torch.eye(self.in_features, dtype=self.signs.dtype, device=self.signs.device)).mT
 
     def redraw(self, seed):
-        self.seed = seed
+        self.seed, self._matrix = seed, None
         generator = _generator(seed)
         shape = self.signs.shape
         self.signs.copy_(torch.where(_normal(*shape, generator=generator) < 0, -1.0, 1.0))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from heedful.core import Mechanism
 from heedful.feature_maps import Elu1
@@ -57,7 +57,11 @@ LEARNED = (Group(8),)
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of an encoder and decoder; the heads of each layer of a stack are the same."""
+    """Shape of an encoder and decoder; the heads of each layer of a stack are the same.
+
+    shared      projections that all layers of a stack share, as in Transformer
+    positions   "sinusoidal" or "rope"
+    """
 
     encoder: tuple[Group, ...] = LEARNED
     decoder: tuple[Group, ...] = LEARNED
@@ -68,6 +72,7 @@ class Model:
     layers: int = 4
     dropout: float = 0.3
     shared: tuple[str, ...] = ()
+    positions: Literal["sinusoidal", "rope"] = "sinusoidal"
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Training:
 class Run:
     """One training of one cell of a study.
 
-    corpus      name of a folder of encoded pairs, as "de-5000"
-    direction   "de-en" or "en-de": from which side to which
+    corpus      name of a folder of encoded pairs, as "de-5000", or of another task, as "prose"
+    direction   "de-en" or "en-de": from which side to which; other tasks have one direction
     shuffled    pair each source with the target of another pair: the control, which must not learn to translate
     """
 
@@ -108,12 +113,15 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The run's name: a hash of all of its config."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """The run's name: a hash of all of its config; fields added since the first records count if they are set."""
+        config = asdict(self)
+        if config["model"]["positions"] == "sinusoidal":
+            del config["model"]["positions"]
+        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build(model: Model, vocabulary: int) -> Transformer:
-    """The Transformer of a config, its weights drawn from torch's generator."""
+def build(model: Model, vocabulary: int, *, encoder: bool = True) -> Transformer:
+    """The Transformer of a config, with an encoder or without, its weights drawn from torch's generator."""
 
     def stack(groups: tuple[Group, ...], causal: bool) -> list[Heads]:
         return [
@@ -123,12 +131,13 @@ def build(model: Model, vocabulary: int) -> Transformer:
     return Transformer(
         vocabulary,
         model.width,
-        encoder=[stack(model.encoder, False)] * model.layers,
+        encoder=[stack(model.encoder, False)] * model.layers if encoder else [],
         decoder=[stack(model.decoder, True)] * model.layers,
         cross=stack(model.cross, False),
         head_dim=model.head_dim,
         hidden=model.hidden,
         dropout=model.dropout,
+        positions=model.positions,
         shared=model.shared,
     )
 

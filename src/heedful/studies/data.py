@@ -22,11 +22,18 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 class Side(NamedTuple):
-    """Sentences of one language end to end: tokens, whether each begins a word, and where each sentence begins."""
+    """Sentences of one language end to end.
+
+    tokens   of all sentences
+    begins   whether each token begins a word
+    starts   where each sentence begins
+    counts   which tokens of a target count in the loss; all of them and the end of the sentence by default
+    """
 
     tokens: Int[Tensor, " total"]
     begins: Int[Tensor, " total"]
     starts: Int[Tensor, " sentences_plus_one"]
+    counts: Int[Tensor, " total"] | None = None
 
     @property
     def lengths(self) -> Int[Tensor, " sentences"]:
@@ -60,6 +67,16 @@ class Corpus(NamedTuple):
     vocabulary: int
     card: dict
 
+    @property
+    def task(self) -> str:
+        """Translation, prose, manuals or recall."""
+        return self.card.get("task", "translation")
+
+    @property
+    def has_source(self) -> bool:
+        """Whether there is something for an encoder to read."""
+        return len(self.splits["train"].source.tokens) > 0
+
 
 def load(folder: Path, direction: str) -> Corpus:
     """Read the pairs of a folder that `heedful.studies.corpora` wrote, from the first language to the second."""
@@ -69,14 +86,14 @@ def load(folder: Path, direction: str) -> Corpus:
             "`python -m heedful.studies.corpora`."
         )
     card = json.loads((folder / "card.json").read_text())
-    source, target = direction.split("-")
+    source, target = ("source", "target") if "task" in card else direction.split("-")
     if {source, target} != set(card["languages"]):
         raise ValueError(f"direction: {direction!r}, expected two of {card['languages']}, the languages of {folder}.")
     tensors = load_file(folder / "ids.safetensors")
 
     def side(split: str, language: str) -> Side:
-        tokens, begins, starts = (tensors[f"{split}.{language}.{x}"] for x in ("tokens", "begins", "starts"))
-        return Side(tokens.long(), begins.long(), starts.long())
+        tokens, begins, starts = (tensors[f"{split}.{language}.{x}"].long() for x in ("tokens", "begins", "starts"))
+        return Side(tokens, begins, starts, begins if "task" in card and language == target else None)
 
     names = sorted({name.split(".")[0] for name in tensors})
     return Corpus({name: Pairs(side(name, source), side(name, target)) for name in names}, card["vocabulary"], card)
@@ -137,10 +154,13 @@ def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = 
     lengths = pairs.source.lengths[rows][:, None].masked_fill(empty, 0)
     at = torch.arange(width)
     source = torch.where(at == lengths, END, source)
-    target, _ = _padded(pairs.target, rows, width)
+    target, counts = _padded(pairs.target, rows, width)
     ends = pairs.target.lengths[rows][:, None]
     given = torch.cat([torch.full_like(target[:, :1], BEGIN), target[:, :-1]], 1)
-    wanted = torch.where(at == ends, END, target).masked_fill(empty, PAD)
+    if pairs.target.counts is None:
+        wanted = torch.where(at == ends, END, target).masked_fill(empty, PAD)
+    else:
+        wanted = torch.where(counts.bool(), target, PAD).masked_fill(empty, PAD)
     words = (begins | (at == lengths)).cumsum(1)
     batch = Batch(source, torch.where(at <= lengths, 0, -1), words, given, wanted)
     if device is None or device.type == "cpu":
@@ -153,5 +173,7 @@ def _padded(side: Side, rows: Int[Tensor, " b"], width: int) -> tuple[Int[Tensor
     lengths, starts = side.lengths[rows], side.starts[:-1][rows]
     at = torch.arange(width)
     inside = at < lengths[:, None]
-    index = (starts[:, None] + at).clamp(max=len(side.tokens) - 1)
+    index = torch.where(inside, starts[:, None] + at, 0)
+    if not len(side.tokens):
+        return torch.full_like(index, PAD), torch.zeros_like(index)
     return torch.where(inside, side.tokens[index], PAD), torch.where(inside, side.begins[index], 0)

@@ -7,6 +7,7 @@ to learn; decoder and cross-attention learn all of theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from heedful.studies.config import Group, Model, Run, Training
 
@@ -39,6 +40,14 @@ CELLS: dict[str, Model] = {
 }
 """8F has the last token as its eighth head. The head of 1L is as wide as one of eight: 7F+1L without the seven."""
 
+CONTROLS = {
+    "8L rope": Model(positions="rope"),
+    "7Ftoken+1L rope": replace(CELLS["7Ftoken+1L"], positions="rope"),
+    "8F current": Model(encoder=(fixed("token", ["current"] * 8),)),
+}
+"""Added after the first runs, in which the learned heads of 8L found no neighbours by sinusoidal positions: rotary
+positions, and an encoder in which each token sees itself alone."""
+
 LEFT_OUT = {
     f"7Ftoken+1L without {kind}": Model(encoder=(fixed("token", (x for x in KINDS if x != kind)), Group(1)))
     for kind in KINDS
@@ -65,5 +74,5 @@ def runs(seeds: Iterable[int], corpora: Iterable[str] = ("de-5000", "de-20000"),
         Run("fixed-heads", cell, corpus, training(corpus), model, direction, seed)
         for seed in seeds
         for corpus in corpora
-        for cell, model in (CELLS | (LEFT_OUT if corpus.endswith("-20000") else {})).items()
+        for cell, model in (CELLS | CONTROLS | (LEFT_OUT if corpus.endswith("-20000") else {})).items()
     ]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from heedful.studies.config import Group, Model, Run
+from heedful.studies.config import Group, Model, Run, Training
 from heedful.studies.fixed_heads import training
 
 QUESTION = "How many BLEU does freezing Q and K cost at 5,000 and 20,000 pairs, and does orthogonality matter?"
@@ -48,10 +49,25 @@ COMBINED: dict[str, Model] = {
 """With other mechanisms in self-attention; cross-attention stays softmax with learned projections."""
 
 
+TASKS: dict[str, tuple[Training, dict[str, Any]]] = {
+    "prose": (Training(2_000, smoothing=0.0), {}),
+    "manuals": (Training(600, smoothing=0.0), {}),
+    "recall": (Training(2_000, smoothing=0.0), {"layers": 2, "dropout": 0.0}),
+}
+"""Training on the other tasks, and what their models have otherwise; see corpora/tasks.py."""
+
+
 def runs(seeds: Iterable[int], corpora: Iterable[str] = ("de-5000", "de-20000"), direction: str = "de-en") -> list[Run]:
-    """Every cell on every corpus, the first seed of all of them first."""
+    """Every cell on every corpus or task, the first seed of all of them first."""
+
+    def run(cell: str, corpus: str, model: Model, seed: int) -> Run:
+        if corpus in TASKS:
+            settings, other = TASKS[corpus]
+            return Run("frozen-projections", cell, corpus, settings, replace(model, **other), "source-target", seed)
+        return Run("frozen-projections", cell, corpus, training(corpus), model, direction, seed)
+
     return [
-        Run("frozen-projections", cell, corpus, training(corpus), model, direction, seed)
+        run(cell, corpus, model, seed)
         for seed in seeds
         for corpus in corpora
         for cell, model in (CELLS | COMBINED).items()

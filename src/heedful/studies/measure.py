@@ -48,7 +48,7 @@ def _compare(run: Run, data: Path, device: torch.device, out: Path) -> dict[str,
     losses = {}
     for graphs in (False, True):  # without dropout both see the same; six steps by two batches
         torch.manual_seed(0)
-        model = start(run, corpus.vocabulary, device)
+        model = start(run, corpus, device)
         for part in model.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0
@@ -57,13 +57,13 @@ def _compare(run: Run, data: Path, device: torch.device, out: Path) -> dict[str,
     agree = all(abs(a - b) < 0.02 * abs(a) for a, b in zip(losses[False], losses[True], strict=True))
     found: dict[str, Any] = {"agree": agree, "launched": losses[False], "replayed": losses[True]}
     for graphs in (False, True):
-        model = start(run, corpus.vocabulary, device)
+        model = start(run, corpus, device)
         steps = Steps(model, run.training, graphs=graphs)
         shapes = {tuple(batch.source.shape): batch for batch in (gather(pairs, x, device) for x in rows)}
         for batch in (*shapes.values(),) * 3:
             steps(batch, 1)
         found["graphs" if graphs else "no_graphs"] = _timed(steps, list(shapes.values()), device)
-    _table(steps, next(iter(shapes.values())), device, out / f"kernels-{run.cell.replace(' ', '_')}.txt")
+    _table(steps, next(iter(shapes.values())), device, out / f"kernels-{run.key}.txt")
     began = time.perf_counter()
     translate(model, _first(corpus.splits["test"], 200), device)
     found["translate_200_untrained_seconds"] = time.perf_counter() - began
@@ -140,7 +140,7 @@ def _process(
         compiled.wait(timeout=60)
     for run in cells:
         corpus = load(data / run.corpus, run.direction)
-        steps = Steps(start(run, corpus.vocabulary, device), run.training)
+        steps = Steps(start(run, corpus, device), run.training)
         pairs = corpus.splits["train"]
         given = [gather(pairs, rows, device) for rows in islice(batches(pairs, run.training.tokens, at), 20)]
         for batch in given * 2:

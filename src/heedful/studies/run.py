@@ -28,6 +28,7 @@ from heedful.studies.config import Run
 from heedful.studies.data import load
 from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished
+from heedful.studies.results import BASELINES
 from heedful.studies.step import prepare
 from heedful.studies.train import summary, train
 from heedful.studies.translate import translate
@@ -51,14 +52,16 @@ def work(
 
     model = train(run, corpus, device, record, graphs=graphs)
     trained = time.perf_counter()
-    outputs = {name: translate(model, corpus.splits[name], device) for name in ("test", "test_unseen")}
+    outputs = {}
+    if corpus.task == "translation":
+        outputs = {name: translate(model, corpus.splits[name], device) for name in ("test", "test_unseen")}
     steps = [line for line in lines if line["kind"] == "steps"]
     later = steps[1:] or steps
     lines.append(
         {
             "kind": "result",
             **summary(run, model, corpus, device),
-            "heads": describe_heads(model, corpus.splits["dev"], device),
+            "heads": describe_heads(model, corpus.splits["dev"], device) if corpus.has_source else [],
             "step_seconds": sum(x["seconds"] for x in later) / sum(len(x["loss"]) for x in later),
             "train_seconds": round(trained - began, 2),
             "translate_seconds": round(time.perf_counter() - trained, 2),
@@ -156,6 +159,13 @@ def _attempt(run: Run, data: Path, device: torch.device, options: dict[str, Any]
     return failed
 
 
+def is_baseline(config: dict[str, Any]) -> bool:
+    """Whether the other cells of a study are compared with this run's, and it should have learned something."""
+    return (
+        config["cell"] == BASELINES[config["study"]] and not config["shuffled"] and config["training"]["steps"] >= 500
+    )
+
+
 def work_through(
     runs: list[Run],
     data: Path,
@@ -195,6 +205,13 @@ def work_through(
         append(out, found)
         left.discard(key)
         last = found[-1]
+        if is_baseline(found[0]["config"]) and last["losses"]["test"] >= last["unigram_loss"]:
+            print(
+                f"stopped: the baseline {cell} has a test loss of {last['losses']['test']:.3f}, expected less than "
+                f"{last['unigram_loss']:.3f}, that of the frequencies of tokens.",
+                flush=True,
+            )
+            break
         print(
             f"{key} {cell}: dev {last['losses']['dev']:.3f}, train {last['train_seconds']:.0f} s "
             f"({1e3 * last['step_seconds']:.1f} ms a step), translate {last['translate_seconds']:.1f} s",

@@ -1,23 +1,23 @@
-"""Score the translations of recorded runs: `python -m heedful.studies.score --records carry/records`.
+"""Score recorded runs: `python -m heedful.studies.score --records carry/records --publish FOLDER`.
 
 BLEU and chrF are those of sacreBLEU, with their signatures; beside them stand what a broken model would show: outputs
-that are empty, or copies of the source.
+that are empty, or copies of the source. The rows keep what tables, pages and verdicts need of a run, about 2 KB each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from heedful.studies.records import read
+from heedful.studies.results import Row, of_study, save
+from heedful.studies.tables import markdown
 
-BASELINES = {"fixed-heads": "8L", "frozen-projections": "learned"}
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The 97.5 % quantile of Student's t for 1, 2 … 9 degrees of freedom."""
+SAMPLES = (0, 7, 42, 123, 314)
+"""Sentences of the test that a page shows."""
 
 
 def score(outputs: list[str], sources: list[str], references: list[str]) -> dict[str, Any]:
@@ -36,37 +36,52 @@ def score(outputs: list[str], sources: list[str], references: list[str]) -> dict
     }
 
 
-def rows(folder: Path, data: Path) -> Iterable[dict[str, Any]]:
-    """One row for each recorded run: its config, scores on both tests, losses, weights and times."""
-    configs: dict[str, dict[str, Any]] = {}
-    norms: dict[str, list[float]] = {}
+def rows(folder: Path, data: Path) -> Iterable[Row]:
+    """One row for each recorded run: its config, scores on both tests, losses, weights, times and curves."""
+    runs: dict[str, list[Row]] = {}
     seen: set[str] = set()
     for line in read(folder):
-        run = line["run"]
         if line["kind"] == "config":
-            configs[run], norms[run] = line["config"], []
-        elif line["kind"] == "steps":
-            norms[run] += line["norm"]
-        elif line["kind"] == "result" and run not in seen:
-            seen.add(run)
-            config = configs[run]
-            source, target = config["direction"].split("-")
-            tests = {
-                name: score(outputs, *(_lines(data / config["corpus"] / f"{name}.{x}.txt") for x in (source, target)))
-                for name, outputs in line["outputs"].items()
-            }
-            kept = ("weights", "losses", "step_seconds", "train_seconds", "optimiser_bytes", "peak_bytes")
-            early, late = (norms[run][part] for part in (slice(20, 200), slice(-200, None)))
-            yield {
-                "run": run,
-                **{name: config[name] for name in ("study", "cell", "corpus", "direction", "seed", "shuffled")},
-                "tests": tests,
-                **{name: line[name] for name in kept},
-                "norm": {"early": _spread(early), "late": _spread(late)},
-            }
+            runs[line["run"]] = []
+        runs[line["run"]].append(line)
+        if line["kind"] == "result" and line["run"] not in seen:
+            seen.add(line["run"])
+            yield _row(runs.pop(line["run"]), data)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def _row(lines: list[Row], data: Path) -> Row:
+    first, *steps, result = lines
+    config = first["config"]
+    norms = [norm for line in steps for norm in line["norm"]]
+    row = {
+        "run": result["run"],
+        **{name: config[name] for name in ("study", "cell", "corpus", "direction", "seed", "shuffled")},
+        "steps": config["training"]["steps"],
+        "hardware": first["hardware"]["device"],
+        **{
+            name: result.get(name)
+            for name in (
+                *("weights", "losses", "accuracies", "unigram_loss", "step_seconds", "train_seconds"),
+                *("translate_seconds", "optimiser_bytes", "peak_bytes"),
+            )
+        },
+        "norm": {"early": _variation(norms[20:200]), "late": _variation(norms[-200:])},
+        "curve": [[line["step"], round(mean(line["loss"]), 3), round(line["dev"], 3)] for line in steps],
+    }
+    if result["outputs"]:
+        source, target = config["direction"].split("-")
+        folder = data / config["corpus"]
+        texts = {name: [_lines(folder / f"{name}.{x}.txt") for x in (source, target)] for name in result["outputs"]}
+        row["tests"] = {name: score(outputs, *texts[name]) for name, outputs in result["outputs"].items()}
+        if config["seed"] == 0:
+            kept = [at for at in SAMPLES if at < len(result["outputs"]["test"])]
+            row["samples"] = [[side[at] for side in (*texts["test"], result["outputs"]["test"])] for at in kept]
+    if config["seed"] == 0:
+        row["heads"] = result["heads"]
+    return row
+
+
+def _variation(values: list[float]) -> dict[str, float]:
     """Mean, and standard deviation over the mean."""
     if len(values) < 2:
         return {}
@@ -77,72 +92,17 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
-def half_width(values: list[float]) -> float | None:
-    """Half of the 95 % interval of a mean by Student's t; None for a single value.
-
-    >>> round(half_width([1.0, 2.0, 3.0]), 3)
-    2.484
-    """
-    if len(values) < 2:
-        return None
-    return T95[min(len(values) - 2, len(T95) - 1)] * stdev(values) / len(values) ** 0.5
-
-
-def difference(some: list[dict[str, Any]], base: list[dict[str, Any]], test: str = "test") -> str:
-    """BLEU of a cell less that of the baseline, paired by seed, with its 95 % interval."""
-    known = {row["seed"]: row["tests"][test]["bleu"] for row in base}
-    gaps = [row["tests"][test]["bleu"] - known[row["seed"]] for row in some if row["seed"] in known]
-    if not gaps or some is base:
-        return ""
-    half = half_width(gaps)
-    return f"{mean(gaps):+.2f}" + ("" if half is None else f" ± {half:.2f}")
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """Means over seeds with standard deviations, and differences to the baseline of each corpus, as Markdown."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in found:
-        kind = row["study"], row["corpus"], row["direction"], row["cell"], row["shuffled"]
-        groups.setdefault(kind, []).append(row)
-
-    def cell(values: list[float], digits: int = 2) -> str:
-        spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-        return f"{mean(values):.{digits}f}{spread}"
-
-    lines = [
-        "| corpus | cell | seeds | BLEU | to the baseline (95 %) | BLEU, unseen packages | to the baseline (95 %) "
-        "| chrF | train loss | test loss | ms a step |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (study, corpus, direction, name, shuffled), some in sorted(groups.items()):
-        base = groups.get((study, corpus, direction, BASELINES.get(study, ""), False), [])
-        columns = [
-            f"{corpus} {direction}",
-            name + (" (shuffled)" if shuffled else ""),
-            str(len(some)),
-            cell([row["tests"]["test"]["bleu"] for row in some]),
-            difference(some, base),
-            cell([row["tests"]["test_unseen"]["bleu"] for row in some]),
-            difference(some, base, "test_unseen"),
-            cell([row["tests"]["test"]["chrf"] for row in some]),
-            cell([row["losses"]["train"] for row in some], 3),
-            cell([row["losses"]["test"] for row in some], 3),
-            cell([1e3 * row["step_seconds"] for row in some], 1),
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=Path("runs/records"))
     parser.add_argument("--data", type=Path, default=Path("carry/corpora"))
-    parser.add_argument("--out", type=Path, help="also write the rows, as JSON lines")
+    parser.add_argument("--publish", type=Path, help="also write the rows of each study to this folder")
     args = parser.parse_args(arguments)
     found = list(rows(args.records, args.data))
-    if args.out:
-        args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found))
-    print(table(found))
+    for study in dict.fromkeys(row["study"] for row in found):
+        if args.publish:
+            save((row for row in found if row["study"] == study), args.publish / f"{study}.jsonl.gz")
+        print(f"## {study}\n\n{markdown(of_study(found, study))}")
     return 0
 
 

@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from heedful.nn import Transformer, count_weights
 from heedful.shapes import Tensor
 from heedful.studies.config import Run, build
-from heedful.studies.data import PAD, Batch, Corpus, Pairs, batches, by_length, gather, shuffle_targets
+from heedful.studies.data import END, PAD, Batch, Corpus, Pairs, batches, by_length, gather, shuffle_targets
 from heedful.studies.step import Steps, hidden
 
 Record = Callable[[dict[str, Any]], None]
 
 
-def start(run: Run, vocabulary: int, device: torch.device) -> Transformer:
+def start(run: Run, corpus: Corpus, device: torch.device) -> Transformer:
     """The run's model before its first step; weights depend on the seed alone, not on the device."""
     torch.manual_seed(run.seed)
-    return build(run.model, vocabulary).to(device)
+    return build(run.model, corpus.vocabulary, encoder=corpus.has_source).to(device)
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
     graphs             replay steps from CUDA graphs
     """
     settings = run.training
-    model = start(run, corpus.vocabulary, device)
+    model = start(run, corpus, device)
     steps = Steps(model, settings, graphs=graphs)
     pairs = corpus.splits["train"]
     if run.shuffled:
@@ -87,18 +87,38 @@ def train(
     return model
 
 
-@torch.no_grad()
 def split_loss(model: Transformer, pairs: Pairs, device: torch.device, limit: int = 1000) -> float:
     """Mean cross-entropy a token over the first pairs of a split, without dropout and smoothing."""
+    return evaluate(model, pairs, device, limit)["loss"]
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, pairs: Pairs, device: torch.device, limit: int = 1000) -> dict[str, float]:
+    """Mean cross-entropy of the first pairs of a split, and the share of tokens that the model finds most likely."""
     was_training = model.training
     model.eval()
-    total, count = torch.zeros(2, device=device, dtype=torch.float64)
+    total, right, count = torch.zeros(3, device=device, dtype=torch.float64)
     for batch in _in_order(pairs, limit, device):
         logits = model.logits(hidden(model, batch)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), batch.wanted.flatten(), ignore_index=PAD, reduction="sum")
-        total, count = total + loss.double(), count + (batch.wanted != PAD).sum()
+        counts = batch.wanted != PAD
+        right = right + ((logits.argmax(-1) == batch.wanted) & counts).sum()
+        total, count = total + loss.double(), count + counts.sum()
     model.train(was_training)
-    return round(float(total / count), 5)
+    return {"loss": round(float(total / count), 5), "accuracy": round(float(right / count), 5)}
+
+
+def unigram_loss(corpus: Corpus, split: str) -> float:
+    """Cross-entropy of a split's tokens by their frequencies in training: what a model reaches that reads nothing."""
+
+    def tokens(pairs: Pairs) -> Tensor:
+        target = pairs.target
+        counted = target.tokens if target.counts is None else target.tokens[target.counts.bool()]
+        ends = torch.full((len(pairs) if target.counts is None else 0,), END)
+        return torch.cat([counted, ends])
+
+    frequency = torch.bincount(tokens(corpus.splits["train"]), minlength=corpus.vocabulary).double() + 0.1
+    return round(float(-(frequency / frequency.sum()).log()[tokens(corpus.splits[split])].mean()), 5)
 
 
 def _in_order(pairs: Pairs, limit: int, device: torch.device) -> Iterator[Batch]:
@@ -110,10 +130,13 @@ def _in_order(pairs: Pairs, limit: int, device: torch.device) -> Iterator[Batch]
 def summary(run: Run, model: Transformer, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """What is known of a trained model without translating: weights, optimiser memory, the loss of every split."""
     counts = count_weights(model)
+    tests = {name: evaluate(model, pairs, device) for name, pairs in corpus.splits.items()}
     return {
         "weights": counts._asdict(),
         "optimiser_bytes": 2 * 4 * counts.trainable,
-        "losses": {name: split_loss(model, pairs, device) for name, pairs in corpus.splits.items()},
+        "losses": {name: test["loss"] for name, test in tests.items()},
+        "accuracies": {name: test["accuracy"] for name, test in tests.items()},
+        "unigram_loss": unigram_loss(corpus, "test"),
     }
 
 

@@ -106,23 +106,26 @@ class Decoder:
 
     def __call__(self, tokens: Int[Tensor, "b beam"], at: int) -> Float[Tensor, "b beam vocabulary"]:
         """Log-probabilities of the token after these, which are at position `at`."""
-        x = self.model.embed(tokens.reshape(-1, 1), positions=torch.full((1,), at, device=tokens.device))
+        here = torch.full((1,), at, device=tokens.device)
+        x = self.model.embed(tokens.reshape(-1, 1), positions=here)
         for number, layer in enumerate(self.model.decoder):
-            x = self._layer(number, layer, x)
+            x = self._layer(number, layer, x, here)
         assert self.model.decoder_norm is not None
         logits = self.model.logits(self.model.decoder_norm(x[:, 0]))
         return logits.float().log_softmax(-1).unflatten(0, (-1, self.beam))
 
-    def _layer(self, number: int, layer, x: Float[Tensor, "rows 1 d"]) -> Float[Tensor, "rows 1 d"]:
+    def _layer(
+        self, number: int, layer, x: Float[Tensor, "rows 1 d"], here: Int[Tensor, " 1"]
+    ) -> Float[Tensor, "rows 1 d"]:
         own, cross = self.own[number], self.cross[number]
         first, between, last = layer.norms
         normed = first(x)
-        k, v = own.keys_and_values(normed)
+        k, v = own.keys_and_values(normed, here)
         past = self.past[number]
         if past is not None:
             k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
         self.past[number] = k, v
-        x = x + own.join(own.mechanism(own.queries(normed), k, v))
+        x = x + own.join(own.mechanism(own.queries(normed, here), k, v))
         # The hypotheses of a sentence are the queries of one row: (b, heads, beam, d).
         q = cross.queries(between(x)[:, 0].unflatten(0, (-1, self.beam)))
         out = cross.join(cross.mechanism(q, *self.memory[number], segments=self.segments))

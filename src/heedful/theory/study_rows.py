@@ -1,0 +1,56 @@
+"""Numbers of the published studies for claims: differences of two cells, paired by seed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from heedful.studies.results import Difference, Measure, Row, by_seed, difference, published
+from heedful.theory.claim import Undecided
+
+LEAST_SEEDS = 3
+
+
+@cache
+def _rows(study: str) -> tuple[Row, ...]:
+    return tuple(published(study))
+
+
+def runs(study: str, cell: str, corpus: str) -> list[Row]:
+    """The runs of a cell as the study planned them, not shuffled, of at least three seeds."""
+    found = [row for row in _rows(study) if (row["cell"], row["corpus"]) == (cell, corpus) and not row["shuffled"]]
+    fewest = min((row["steps"] for row in found), default=0)
+    found = [row for row in found if row["steps"] == fewest]
+    if len(found) < LEAST_SEEDS:
+        raise Undecided(
+            f"decided by the study {study}; it has {len(found)} of {LEAST_SEEDS} seeds of “{cell}” on {corpus}"
+        )
+    return found
+
+
+def gap(study: str, cell: str, base: str, corpus: str, measure: Measure) -> Difference:
+    """How much a cell is above another by a measure."""
+    found = difference(*(by_seed(runs(study, name, corpus), measure) for name in (cell, base)))
+    if found is None or found.seeds < LEAST_SEEDS:
+        raise Undecided(f"decided by the study {study}: {cell} and {base} on {corpus} have too few seeds in common")
+    return found
+
+
+def overfitting(study: str, cell: str, base: str, corpus: str) -> Difference:
+    """How much larger the gap between training and test loss is than that of another cell."""
+
+    def gaps(name: str) -> dict[int, float]:
+        return {row["seed"]: row["losses"]["test"] - row["losses"]["train"] for row in runs(study, name, corpus)}
+
+    found = difference(gaps(cell), gaps(base))
+    assert found is not None
+    return found
+
+
+def low(found: Difference) -> float:
+    """The lower end of a difference's 95 % interval."""
+    return found.mean - (found.half or 0.0)
+
+
+def high(found: Difference) -> float:
+    """The upper end of a difference's 95 % interval."""
+    return found.mean + (found.half or 0.0)
