@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -25,12 +24,10 @@ from heedful.core import Mechanism, RecurrentMechanism
 from heedful.hf.head_groups import HeadGroups, Part, Setting, exact
 from heedful.hf.layers import base_of, swappable
 from heedful.hf.modules import Refused, source_of
-from heedful.hf.stores import FullStore, KeyStore, RingStore, StateStore, Tokens, window_of
-from heedful.kernels.dispatch import as_given
-from heedful.mechanisms.head_index import HeadIndex, join, take
+from heedful.hf.shares import Share, share, stores_for
+from heedful.hf.stores import FullStore, KeyStore, RingStore, StateStore, Tokens
+from heedful.mechanisms.head_index import join, take
 from heedful.mechanisms.score_base import ScoreBase
-from heedful.mechanisms.softmax import Softmax
-from heedful.patterns import Causal, Pattern
 from heedful.shapes import Bool, Float, Tensor
 
 UNDO = 64  # tokens that a crop may take back after a forward pass of several, without being asked for before
@@ -158,6 +155,8 @@ class HeedfulLayer(CacheLayerMixin):
         self.rows = 0
         self.keys_of: list[KeyStore] | None = None
         self.states: dict[str, StateStore] = {}
+        self._shares: list[Share] | None = None
+        self._known: tuple[object, dict[str, Mechanism]] | None = None
         self.record_past = False
         self._new: tuple[Tensor, Tensor] | None = None
         self._undo: _Undo | None = None
@@ -199,25 +198,33 @@ class HeedfulLayer(CacheLayerMixin):
     ) -> Float[Tensor, "b h n e"]:
         """Outputs of all heads for the new tokens; they are part of the layer after that."""
         self._new = None
-        bound = {part.label: part.bound(setting) for part in parts}
-        if self.keys_of is None:
-            self.keys_of = _stores(parts, bound, setting, self.max_length)
+        bound = self._bound(parts, setting)
+        if self._shares is None:
+            stores = self.keys_of or stores_for(parts, bound, setting.bias is not None, self.max_length)
+            self.keys_of, self._shares = stores, [share(store, parts, bound) for store in stores]
         self._remember(k, v, tokens, any(not isinstance(mechanism, ScoreBase) for mechanism in bound.values()))
-        outs: list[tuple[HeadIndex, Tensor]] = []
-        for part in parts:
-            mechanism = bound[part.label]
-            if not isinstance(mechanism, ScoreBase):
-                outs.append((part.index, self._run_state(part, mechanism, q, k, v, setting, tokens)))
+        outs = [
+            (part.index, self._run_state(part, bound[part.label], q, k, v, setting, tokens))
+            for part in parts
+            if not isinstance(bound[part.label], ScoreBase)
+        ]
         if not tokens.before and tokens.new > 1:  # nothing is held: one call for each mechanism
             setting.segments = tokens.ids
             outs += [(part.index, part(q, k, v, setting)) for part in parts if isinstance(bound[part.label], ScoreBase)]
-            for store in self.keys_of:
-                store.write(take(k, 1, store.groups), take(v, 1, store.groups), tokens)  # type: ignore[attr-defined]
+            for store in self.keys_of or ():
+                store.write(take(k, 1, store.groups), take(v, 1, store.groups), tokens)
         else:
-            for store in self.keys_of:
-                outs += _attend_store(store, parts, bound, q, k, v, setting, tokens)
+            for mine in self._shares:
+                outs += mine.attend(bound, q, k, v, setting, tokens)
         self.seen = tokens.total
         return join(outs)
+
+    def _bound(self, parts: Sequence[Part], setting: Setting) -> dict[str, Mechanism]:
+        """The mechanism of each part, the same objects as long as the module brings the same."""
+        key = (setting.pattern, setting.scale, setting.softcap) if setting.bias is setting.sink is None else None
+        if key is None or self._known is None or self._known[0] != key:
+            self._known = key, {part.label: part.bound(setting) for part in parts}
+        return self._known[1]
 
     def _run_state(self, part: Part, mechanism: Mechanism, q, k, v, setting: Setting, tokens: Tokens) -> Tensor:
         if not isinstance(mechanism, RecurrentMechanism):
@@ -260,7 +267,7 @@ class HeedfulLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.seen = self.rows = 0
-        self.keys_of, self.states, self._undo, self._new = None, {}, None, None
+        self.keys_of, self._shares, self.states, self._undo, self._new = None, None, {}, None, None
         self.is_initialized = False
 
     # ---- taking tokens back
@@ -368,145 +375,6 @@ def claimed(k: Tensor) -> HeedfulLayer | None:
     if given != k.shape[-2]:
         raise Refused(f"{layer.name}: {k.shape[-2]} keys, and the cache gave {given}: the module changes them.")
     return layer
-
-
-def _stores(parts: Sequence[Part], bound: dict[str, Mechanism], setting: Setting, limit: int | None) -> list[KeyStore]:
-    """A store for each kind of context, with the groups whose heads need it."""
-    needs: dict[int, tuple[int, int] | None] = {}
-    for part in parts:
-        mechanism = bound[part.label]
-        if not isinstance(mechanism, ScoreBase):
-            continue
-        need = None if setting.bias is not None else window_of(mechanism.pattern)
-        for group in part.index.own_groups:
-            before = needs.get(group, (0, 0))
-            needs[group] = (
-                None if need is None or before is None else (max(need[0], before[0]), max(need[1], before[1]))
-            )
-    kinds: dict[tuple[int, int] | None, list[int]] = {}
-    for group in sorted(needs):
-        kinds.setdefault(needs[group], []).append(group)
-    return [
-        FullStore(tuple(groups), limit) if kind is None else RingStore(tuple(groups), *kind, limit)
-        for kind, groups in kinds.items()
-    ]  # fmt: skip
-
-
-def _attend_store(
-    store: KeyStore, parts: Sequence[Part], bound: dict[str, Mechanism], q, k, v, setting: Setting, tokens: Tokens
-) -> list[tuple[HeadIndex, Tensor]]:
-    """The heads whose keys a store holds, and the new tokens written."""
-    new = take(k, 1, store.groups), take(v, 1, store.groups)
-    each = q.shape[1] // k.shape[1]
-    heads = tuple(group * each + at for group in store.groups for at in range(each))
-    mine = take(q, 1, heads)
-    held: tuple[Tensor, Tensor]
-    positions = ids = None
-    if isinstance(store, FullStore):
-        store.write(*new, tokens)
-        held, positions, ids = store.seen(tokens.total), tokens.positions, tokens.ids
-    elif isinstance(store, RingStore) and tokens.new == 1:
-        *held, positions = store.step(*new, tokens)  # type: ignore[assignment]
-    else:
-        *held, ids = store.chunk(*new, tokens)  # type: ignore[attr-defined, assignment]
-        ids = None if ids is None else ids[:, None]
-    outs = []
-    for part in parts:
-        mechanism = bound[part.label]
-        own = tuple(head for head in part.index.heads if head in heads)
-        if not isinstance(mechanism, ScoreBase) or not own:
-            continue
-        index = HeadIndex(own, part.index.total, part.index.groups)
-        places = tuple(heads.index(head) for head in own)
-        if tokens.new == 1:
-            out = _step(store, mechanism, mine, held, positions, setting, tokens, heads)
-            outs.append((index, take(out, 1, places)))
-        else:
-            inside = Part(HeadIndex(places, len(heads), len(store.groups)), part.mechanism, part.label)
-            here = Setting(
-                setting.scale, setting.pattern, ids, None, setting.bias if setting.bias is None else
-                (setting.bias if setting.bias.shape[1] == 1 else take(setting.bias, 1, heads)),
-                setting.softcap, None if setting.sink is None else take(setting.sink, 0, heads),
-            )  # fmt: skip
-            outs.append((index, inside(mine, *held, here)))
-    if isinstance(store, RingStore) and tokens.new > 1:
-        store.write(*new, tokens)
-    return outs
-
-
-def _step(
-    store: KeyStore,
-    mechanism: ScoreBase,
-    q: Tensor,
-    held,
-    positions: Tensor | None,
-    setting: Setting,
-    tokens: Tokens,
-    heads,
-) -> Float[Tensor, "b h 1 e"]:
-    """One new token of all heads of a store, over the buffer as it lies: no copy, nothing read on the host."""
-    k, v = held
-    grouped = q.unflatten(1, (k.shape[1], -1))  # (b, groups, per group, 1, d)
-    if not isinstance(mechanism, Softmax) or mechanism.softcap is not None or mechanism.sink is not None:
-        now, at = _positions(store, positions, tokens, q.device)
-        rows = mechanism
-        if isinstance(mechanism, Softmax) and setting.sink is not None:
-            sink = take(setting.sink, 0, heads).unflatten(0, (k.shape[1], -1))
-            rows = Softmax(
-                mechanism.pattern, mechanism.scale, mechanism.temperature, softcap=setting.softcap, sink=sink
-            )
-        with as_given(q):
-            out = rows._attend_one(grouped, k.unsqueeze(2), v.unsqueeze(2), now[:, None, None], at[:, None, None])
-        return out.flatten(1, 2)
-    mask = _visible(store, mechanism.pattern, positions, tokens, q.device)
-    if setting.bias is not None:
-        bias = (
-            setting.bias if setting.bias.shape[1] == 1 else take(setting.bias, 1, heads).unflatten(1, (k.shape[1], -1))
-        )
-        bias = bias[..., 0, :].to(q.dtype) if bias.ndim == 5 else bias[:, :, 0][:, :, None].to(q.dtype)
-        bias = bias / mechanism.temperature
-        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    width = max(k.shape[-1], v.shape[-1])
-    if k.shape[-1] != v.shape[-1]:
-        grouped, k, e = F.pad(grouped, (0, width - k.shape[-1])), F.pad(k, (0, width - k.shape[-1])), v.shape[-1]
-        v = F.pad(v, (0, width - e))
-        scale = mechanism.score_scale(q.shape[-1])
-        out = F.scaled_dot_product_attention(grouped[..., 0, :], k, v, mask, scale=scale)[..., :e]
-    else:
-        out = F.scaled_dot_product_attention(grouped[..., 0, :], k, v, mask, scale=mechanism.score_scale(q.shape[-1]))
-    return out.flatten(1, 2).unsqueeze(2)
-
-
-def _visible(store: KeyStore, pattern: Pattern, positions: Tensor | None, tokens: Tokens, device) -> Tensor | None:
-    """(b or 1, 1, 1, places) the keys that one new token sees; None: all that are held."""
-    if positions is None and _holds_just(store, pattern):
-        return None
-    now, at = _positions(store, positions, tokens, device)
-    seen = (pattern.allows(now, at) & (at >= 0))[:, None, None]
-    if tokens.real is None:
-        return seen
-    return seen | ~tokens.real[:, -1, None, None, None]  # a row of padding sees anything, so that it stays finite
-
-
-def _holds_just(store: KeyStore, pattern: Pattern) -> bool:
-    """Whether a store without padding holds what one new token sees, and nothing else."""
-    if isinstance(store, FullStore):
-        return isinstance(pattern, Causal)
-    return isinstance(store, RingStore) and window_of(pattern) == (store.before, store.sinks)
-
-
-def _positions(store: KeyStore, positions: Tensor | None, tokens: Tokens, device) -> tuple[Tensor, Tensor]:
-    """The position of the new token, (b or 1, 1), and of the keys of a store, (b or 1, places)."""
-    if positions is not None and tokens.real is not None:
-        return tokens.real.sum(-1, keepdim=True) - 1, positions
-    at = torch.arange(tokens.total, device=device)
-    if isinstance(store, RingStore):
-        held = min(tokens.total, store.size)
-        at = at[:held]
-        if tokens.total > store.size:  # a place of the ring holds the last token that falls on it
-            newest, ring = tokens.before, at[store.sinks :]
-            at = torch.cat([at[: store.sinks], newest - (newest - ring) % store.ring])
-    return torch.tensor([[tokens.before]], device=device), at[None]
 
 
 def cache(model: nn.Module, max_length: int | None = None) -> HeedfulCache:

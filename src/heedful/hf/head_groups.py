@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isclose
 from typing import Any
 
@@ -163,7 +163,7 @@ class HeadGroups(nn.Module):
             if not spec.is_exact:
                 self.mechanisms[name] = spec.build(layer, len(heads), plan.length)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Each mechanism with its heads."""
         own: dict[str, Any] = dict(self.mechanisms.items())

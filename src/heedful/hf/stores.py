@@ -61,6 +61,10 @@ class KeyStore:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
+    def write(self, k: Float[Tensor, "b g n d"], v: Float[Tensor, "b g n e"], tokens: Tokens) -> None:
+        """Write new tokens."""
+        raise NotImplementedError
+
     def bytes(self) -> int:
         return sum(x.untyped_storage().nbytes() for x in (self.k, self.v) if x is not None)
 
@@ -86,6 +90,16 @@ class FullStore(KeyStore):
             self.k, self.v = (torch.cat([x, x.new_empty(*x.shape[:2], more, x.shape[-1])], 2) for x in (self.k, self.v))
         self.k[:, :, tokens.before : tokens.total] = k
         self.v[:, :, tokens.before : tokens.total] = v
+
+    def step(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b t"] | None]:
+        """Write one token, and give what is held, with positions where rows differ."""
+        self.write(k, v, tokens)
+        return *self.seen(tokens.total), tokens.positions
+
+    def chunk(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b t"] | None]:
+        """The same for several tokens, with segments where there is padding."""
+        self.write(k, v, tokens)
+        return *self.seen(tokens.total), None if tokens.ids is None else tokens.ids[:, 0]
 
     def seen(self, total: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, as views."""

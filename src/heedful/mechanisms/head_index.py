@@ -60,11 +60,16 @@ def join(parts: list[tuple[HeadIndex, Float[Tensor, "b h n e"]]]) -> Float[Tenso
     """The outputs of all heads, in order."""
     if len(parts) == 1:
         return parts[0][1]
-    order = [head for index, _ in parts for head in index.heads]
     out = torch.cat([part for _, part in parts], 1)
-    if order == sorted(order):
-        return out
-    return out.index_select(1, _on(tuple(sorted(range(len(order)), key=order.__getitem__)), out.device))
+    back = _order(tuple(index.heads for index, _ in parts))
+    return out if back is None else out.index_select(1, _on(back, out.device))
+
+
+@lru_cache(maxsize=1024)
+def _order(heads: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+    """Where each head is among these, side by side; None where they are in order."""
+    joined = [head for part in heads for head in part]
+    return None if joined == sorted(joined) else tuple(sorted(range(len(joined)), key=joined.__getitem__))
 
 
 def take(x: Tensor, axis: int, places: tuple[int, ...]) -> Tensor:
