@@ -61,12 +61,12 @@ def join(parts: list[tuple[HeadIndex, Float[Tensor, "b h n e"]]]) -> Float[Tenso
     if len(parts) == 1:
         return parts[0][1]
     out = torch.cat([part for _, part in parts], 1)
-    back = _order(tuple(index.heads for index, _ in parts))
+    back = place_of_heads(tuple(index.heads for index, _ in parts))
     return out if back is None else out.index_select(1, _on(back, out.device))
 
 
 @lru_cache(maxsize=1024)
-def _order(heads: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+def place_of_heads(heads: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
     """Where each head is among these, side by side; None where they are in order."""
     joined = [head for part in heads for head in part]
     return None if joined == sorted(joined) else tuple(sorted(range(len(joined)), key=joined.__getitem__))
