@@ -247,3 +247,34 @@ def test_a_hybrid_decoder_layer_goes_token_by_token():
     for t in range(15, 20):
         out, state = layer.step(state, x[:, t : t + 1])
         assert torch.allclose(out, layer(x[:, : t + 1])[:, -1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 3])
+def test_equal_mechanisms_run_in_one_call_wherever_their_heads_are(kv_heads):
+    near, exact, left = h.Softmax(h.Window(2)), h.Softmax(), h.FixedPattern("left")
+    each = [near, exact, near, left, exact, near]  # groups of three: two and one near heads; of two: one each
+    mixture, calls = Mixture(each, kv_heads=kv_heads), []
+    assert mixture.index == ((0, 2, 5), (1, 4), (3,)) and mixture.groups == (3, 2, 1)
+    for part in (near, exact):
+        part.register_forward_hook(lambda module, args, out: calls.append(module))
+    q, k, v = inputs(2, 6)
+    if kv_heads is not None:
+        k, v = k[:, :kv_heads], v[:, :kv_heads]
+        q, k, v = h.group_heads(q, k, v)
+    out, matrix = mixture(q, k, v), mixture.matrix(q, k)
+    assert calls == [near, exact]
+    torch.testing.assert_close(out, matrix @ v)
+    flat = (matrix if kv_heads is None else matrix.flatten(1, 2)).unbind(1)
+    keys = (k if kv_heads is None else k.expand(-1, -1, 6 // kv_heads, -1, -1).flatten(1, 2)).unbind(1)
+    queries = (q if kv_heads is None else q.flatten(1, 2)).unbind(1)
+    for mechanism, found, own_q, own_k in zip(each, flat, queries, keys, strict=True):
+        torch.testing.assert_close(found, mechanism.matrix(own_q, own_k))
+    state, steps = mixture.init_state(q[..., :1, :], k[..., :1, :], v[..., :1, :]), []
+    for at in range(q.shape[-2]):
+        one, state = mixture.step(state, *(x[..., at : at + 1, :] for x in (q, k, v)))
+        steps.append(one)
+    torch.testing.assert_close(torch.cat(steps, -2), out)
+    ids = torch.tensor([[0] * 7 + [1] * 5, [0] * 12]).reshape(2, *(1,) * (q.ndim - 3), 12)
+    torch.testing.assert_close(mixture(q, k, v, segments=ids), mixture.matrix(q, k, segments=ids) @ v)
+    a = mixture.operator(q, k)
+    torch.testing.assert_close(a.mT @ v.expand(*out.shape), matrix.mT @ v.expand(*out.shape))

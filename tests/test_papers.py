@@ -118,3 +118,20 @@ def test_the_page_names_every_entry():
     named = set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))))
     fixed = {name for name, entry in h.CATALOG.items() if entry.family == "fixed"}
     assert named | fixed == set(h.CATALOG)
+
+
+# RazorAttention (Tang et al. 2024, arXiv:2407.15891), the compensation token.
+
+
+def test_the_summary_is_the_compensation_token_of_razor_attention():
+    q, k, v = torch.randn(3, 30, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    out = h.build("window-summary", before=6, sinks=2)(q, k, v)
+    for i in range(30):
+        exact = [j for j in range(i + 1) if j < 2 or j >= i - 6]
+        dropped = [j for j in range(i + 1) if j not in exact]
+        weights, values = (q[i] @ k[exact].mT / 2).exp(), v[exact]
+        if dropped:
+            summary = len(dropped) * (q[i] @ k[dropped].mean(0) / 2).exp()
+            weights = torch.cat([weights, summary[None]])
+            values = torch.cat([values, v[dropped].mean(0)[None]])
+        torch.testing.assert_close(out[i], weights @ values / weights.sum())

@@ -442,7 +442,7 @@ def test_grouped_mixtures_keep_operator_matrix_and_words():
     assert A.shape == (2, 2, 3, 8, 8) and same(mixture(q, k, v), A @ v)
     y = tokens(2, 2, 3, 8, 2)
     assert same(mixture.operator(q, k).mT @ y, A.mT @ y)
-    assert "heads 0 to 2: softmax" in mixture.explain(q, k, v) and "head 3: softmax" in mixture.explain(q, k, v)
+    assert "heads 0 to 3: softmax" in mixture.explain(q, k, v) and "heads 4 to 5: chunked" in mixture.explain(q, k, v)
     assert "kv_heads=2" in repr(mixture)
     seen = []
     watched = h.Softmax()

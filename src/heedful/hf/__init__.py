@@ -1,4 +1,7 @@
-"""Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
+"""Hugging Face models: load them, see every attention call, run heads on other mechanisms.
+
+Needs `pip install 'heedful[hf]'`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,11 +13,14 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
+from heedful.hf.cache import HeedfulCache, cache
 from heedful.hf.calls import Call
 from heedful.hf.load import PACKAGED, load
 from heedful.hf.modules import CheckFailed, Notice, Refused, objections
+from heedful.hf.plan import Plan
 from heedful.hf.probe import Attending, Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
+from heedful.hf.swap import attach, detach
 
 if TYPE_CHECKING:
     from heedful.scan import Execution, ScanOptions, scan
@@ -26,10 +32,15 @@ __all__ = [
     "CheckFailed",
     "Enough",
     "Execution",
+    "HeedfulCache",
     "Notice",
+    "Plan",
     "Probe",
     "Refused",
     "ScanOptions",
+    "attach",
+    "cache",
+    "detach",
     "encode",
     "load",
     "longest",

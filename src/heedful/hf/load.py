@@ -28,7 +28,18 @@ from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from heedful.hf.modules import Notice, Refused, quantised
-from heedful.hf.weights import Fit, Loaded, check_files, check_kinds, fit, known_prefixes, listed, remember
+from heedful.hf.swap import attach
+from heedful.hf.weights import (
+    Fit,
+    Loaded,
+    check_files,
+    check_kinds,
+    fit,
+    known_prefixes,
+    listed,
+    remember,
+    restore_mechanisms,
+)
 from heedful.notices import notices
 
 
@@ -77,6 +88,8 @@ def load(
     attention call (a task head, a pooler). A prefix before all names that is known ("module.") is removed, and a
     `Notice` says so.
 
+    A model that was saved with a plan (`heedful.hf.attach`) comes back with it.
+
     Weights of a .gguf file are unpacked to float32 and kept under the user's cache folder as safetensors.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -115,6 +128,10 @@ def load(
     tell(f"reading the tokenizer of {Path(name).name}")
     tokenizer, unread = _tokenizer(where, options)
     remember(model, replace(loaded, unread=unread))
+    if getattr(model.config, "heedful", None):
+        attach(model)
+        if isinstance(where, Path):
+            restore_mechanisms(str(name), where, model)
     return model.eval(), tokenizer
 
 

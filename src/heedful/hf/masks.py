@@ -10,12 +10,14 @@ then compared with the predicate itself, so a guess is never trusted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+from transformers import masking_utils
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from heedful.patterns import Blocks, Causal, Full, Pattern, Window
@@ -83,6 +85,25 @@ class MaskRequest:
         keys = self.padding
         return allowed if keys is None else allowed & keys[:, None, None, :]
 
+    @cached_property
+    def read(self) -> tuple[Pattern, Int[Tensor, "b n"] | None] | None:
+        """Pattern and packing, where the predicate is one of transformers' own; None where it has to be compared."""
+        known = _read_predicate(self.arguments["mask_function"])
+        return None if known is None else (known.pattern(), known.packed)
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether padding hides a key. Reads a number from the device, once for all layers."""
+        return self.padding is not None and not bool(self.padding.all())
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether padding stands between tokens, where a window of columns is no window of tokens."""
+        if not self.hides or self.padding is None:
+            return False
+        starts = self.padding[:, 1:] & ~self.padding[:, :-1]
+        return bool((starts.sum(-1) + self.padding[:, 0] > 1).any())
+
     def rule(self, crosses: bool, queries: Bool[Tensor, "b n"] | None) -> Rule:
         """The rule of a call; `queries` tells which are real, where the keys are another sequence."""
         if crosses not in self.known:
@@ -115,6 +136,51 @@ class MaskRequest:
         return bool(((seen == self.allowed(rows)) | (ids < 0)).all())
 
 
+@dataclass(frozen=True)
+class _Predicate:
+    """What a predicate of transformers says: a conjunction of these."""
+
+    causal: bool = False
+    before: int | None = None
+    after: int | None = None
+    packed: Int[Tensor, "b n"] | None = None
+
+    def pattern(self) -> Pattern:
+        if self.before is None:
+            return Causal() if self.causal else Full()
+        return Window(self.before, 0 if self.causal or self.after is None else self.after)
+
+
+def _read_predicate(function: Callable, so_far: _Predicate | None = _Predicate()) -> _Predicate | None:  # noqa: B008
+    """Which predicate a function of `transformers.masking_utils` is; None for any other function.
+
+    These functions are closures over a size or a tensor: their names tell which, their cells hold it.
+    """
+    if so_far is None or getattr(function, "__module__", "") != masking_utils.__name__:
+        return None
+    held = dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+    match function.__qualname__:
+        case "causal_mask_function":
+            return replace(so_far, causal=True)
+        case "bidirectional_mask_function":
+            return so_far
+        case "sliding_window_overlay.<locals>.inner_mask" if so_far.before is None:
+            return replace(so_far, before=held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay.<locals>.inner_mask" if so_far.before is None:
+            return replace(so_far, before=held["sliding_window"], after=held["sliding_window"])
+        case "packed_sequence_mask_function.<locals>.inner_mask" if so_far.packed is None:
+            return replace(so_far, packed=held["packed_sequence_mask"])
+        case "and_masks.<locals>.and_mask":
+            found: _Predicate | None = so_far
+            for part in held["mask_functions"]:
+                found = _read_predicate(part, found)
+            one_sided = found is not None and found.before is not None and found.after is None and not found.causal
+            return None if one_sided else found
+    return None
+
+
 class DeferredMask(Tensor):
     """The mask of a request, without memory until something computes with it."""
 
@@ -131,6 +197,8 @@ class DeferredMask(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in _ABOUT_SHAPE:
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func in _LEAVES_NUMBERS:
+            return args[0]
         if func is Tensor.to:
             target = torch.empty(0, dtype=args[0].dtype, device=args[0].device).to(*args[1:], **(kwargs or {}))
             if target.dtype == args[0].dtype:
@@ -146,12 +214,16 @@ def _getter(name: str) -> Callable:
 _ABOUT_SHAPE = {
     *map(_getter, ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")),
     Tensor.size,
+    Tensor.stride,
+    Tensor.storage_offset,
+    Tensor.is_contiguous,
     Tensor.dim,
     Tensor.ndimension,
     Tensor.numel,
     Tensor.is_floating_point,
     Tensor.__len__,
 }
+_LEAVES_NUMBERS = {Tensor.contiguous, Tensor.clone, Tensor.detach}
 
 
 def deferred_mask(

@@ -23,7 +23,7 @@ from heedful.hf.masks import DeferredMask, MaskNotUnderstood, deferred_mask, rul
 from heedful.hf.modules import CheckFailed, Refused, attention_modules
 from heedful.shapes import Tensor
 
-NAME = "heedful"  # a name with sdpa, flash or flex in it would change what some models do
+NAME = "heedful_probe"  # a name with sdpa, flash or flex in it would change what some models do
 KEYS_FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 
 Attend = Callable[[Call, "Own"], tuple[Tensor, Tensor | None]]

@@ -174,8 +174,25 @@ def fit(model: nn.Module, info: Mapping[str, Any]) -> Fit:
     return Fit(
         tuple(sorted(key for key in info["missing_keys"] if parts.enters(key))),
         tuple(sorted((key, tuple(a), tuple(b)) for key, a, b in info["mismatched_keys"] if parts.enters(key))),
-        tuple(sorted(key for key in info["unexpected_keys"] if parts.belongs(key))),
+        tuple(sorted(key for key in info["unexpected_keys"] if parts.belongs(key) and not _of_plan(key, model))),
     )
+
+
+def _of_plan(key: str, model: nn.Module) -> bool:
+    """Whether a stored weight is that of a mechanism that a plan gives to a layer."""
+    return ".heedful." in key and bool(getattr(getattr(model, "config", None), "heedful", None))
+
+
+def restore_mechanisms(name: str, folder: Path, model: nn.Module) -> None:
+    """Read what the mechanisms of an attached model have learned."""
+    own = {key: x for key, x in model.state_dict().items() if ".heedful." in key}
+    stored: dict[str, torch.Tensor] = {}
+    for path in _files(name, folder) if own else []:
+        with safe_open(path, "pt") as file:
+            stored |= {key: file.get_tensor(key) for key in file.keys() if key in own}  # noqa: SIM118
+    if lost := sorted(set(own) - set(stored)):
+        raise Refused(f"{name}: {len(lost)} weights of the plan's mechanisms are not stored: {listed(lost)}.")
+    model.load_state_dict(stored, strict=False)
 
 
 def known_prefixes(info: Mapping[str, Any]) -> list[str]:

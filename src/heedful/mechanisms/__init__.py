@@ -46,6 +46,7 @@ from heedful.mechanisms.softmax import Softmax
 from heedful.mechanisms.sum import Sum
 from heedful.mechanisms.top_k import TopK
 from heedful.mechanisms.truncated_svd import TruncatedSVD
+from heedful.mechanisms.window_summary import WindowSummary
 from heedful.patterns import (
     Blocks,
     Causal,
@@ -83,6 +84,7 @@ __all__ = [
     "Sum",
     "TopK",
     "TreeSoftmax",
+    "WindowSummary",
     "build",
     "no_activation",
     "relu2",
@@ -137,6 +139,10 @@ def _window(before: int = 512, after: int = 0, sinks: int = 0, temperature: floa
 
 def _window_sinks(before: int = 512, sinks: int = 4, temperature: float = 1.0) -> Softmax:
     return Softmax(Window(before, sinks=sinks), temperature=temperature)
+
+
+def _window_summary(before: int = 512, sinks: int = 4) -> WindowSummary:
+    return WindowSummary(before, sinks)
 
 
 def _blocks(size: int = 256, causal: bool = True, temperature: float = 1.0) -> Softmax:
@@ -399,6 +405,7 @@ KELES = Paper("Keles et al.", 2023, "arXiv:2209.04881")
 CHEN = Paper("Chen et al.", 2021, "arXiv:2110.15343")
 LI = Paper("Li et al.", 2020, "arXiv:2012.15150")
 ZHU = Paper("Zhu et al.", 2021, "arXiv:2107.02192")
+TANG = Paper("Tang et al.", 2024, "arXiv:2407.15891")
 ZAHEER = Paper("Zaheer et al.", 2020, "arXiv:2007.14062")
 
 # fmt: off
@@ -410,6 +417,8 @@ _ENTRIES = (
     Entry("window", _window, "sparse", "the last w keys", BELTAGY, "N·w", {"before": 5}),
     Entry("window-sinks", _window_sinks, "sparse", "the last w keys and the first s", XIAO, "N·(w+s)",
           {"before": 5, "sinks": 2}),
+    Entry("window-summary", _window_summary, "sparse", "the last w keys, the first s, a mean of all between", TANG,
+          "N·(w+s)", {"before": 5, "sinks": 2}),
     Entry("blocks", _blocks, "sparse", "the keys of one's own block", QIU, "N·b", {"size": 8}),
     Entry("sparse-fixed", _sparse_fixed, "sparse", "one's own block and every block's summary", CHILD, "N·(l+cN/l)",
           {"stride": 8, "summary": 2}),

@@ -1,7 +1,7 @@
 """A mechanism for each head, or for each group of heads.
 
     matrix      A of head h is that of its own mechanism
-    fast        neighbouring heads of equal mechanisms in one call each, fixed heads of any kinds too; joined
+    fast        heads of equal mechanisms in one call each, wherever they are, and fixed heads of any kinds; joined
     recurrence  that of every part, where all have one; the state is the tuple of theirs
     cost        the sum of the parts', each for its share of the heads
 
@@ -12,10 +12,10 @@ Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import groupby
 from operator import or_
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch import nn
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, State
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
+from heedful.mechanisms.head_index import HeadIndex, place_of_heads
+from heedful.mechanisms.head_index import take as take_places
 from heedful.operator import Products
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
@@ -32,7 +34,8 @@ from heedful.shapes import Tensor, broadcast_shapes
 from heedful.validation import check_inputs
 from heedful.words import check_takes_words
 
-Piece = tuple[Mechanism, slice, slice]
+Piece = tuple[Mechanism, tuple[int, ...]]
+"""A mechanism and its heads."""
 
 
 class Mixture(Mechanism):
@@ -51,10 +54,10 @@ class Mixture(Mechanism):
     kv_heads     for grouped queries, as from `group_heads`: q (*b, kv_heads, heads / kv_heads, n, d) and k, v
                  (*b, kv_heads, 1, m, ·). The mechanisms go by query head, and k, v are not copied
 
-    Heads share keys and values where k and v have a head axis of 1. Equal neighbours become one part: `parts` holds one
-    mechanism for each run of heads and `groups` the lengths of the runs. Mechanisms with parameters or buffers are only
-    equal to themselves, so that what one head learns stays its own. With kv_heads, a run of heads is one call for
-    each rectangle that it covers on the two head axes; a mechanism with parameters for each head serves one group only.
+    Heads share keys and values where k and v have a head axis of 1. Equal mechanisms become one part, which runs in one
+    call: `parts` holds each mechanism once, `index` the heads of each and `groups` how many. Mechanisms with parameters
+    or buffers are only equal to themselves, so that what one head learns stays its own. With kv_heads, heads of
+    a part share their keys where every group has as many of them; else keys are gathered for each head.
     """
 
     def __new__(
@@ -74,18 +77,21 @@ class Mixture(Mechanism):
         if kv_heads is not None and (not isinstance(kv_heads, int) or kv_heads < 1 or sum(sizes) % kv_heads):
             raise ValueError(f"kv_heads: {kv_heads!r}, expected a divisor of the {sum(sizes)} heads of this mixture.")
         parts: list[Mechanism] = []
-        runs: list[int] = []
+        index: list[list[int]] = []
+        first = 0
         for mechanism, size in zip(mechanisms, sizes, strict=True):
-            if parts and _alike(parts[-1], mechanism):
-                runs[-1] += size
-            else:
+            own = next((at for at, part in enumerate(parts) if _alike(part, mechanism)), len(parts))
+            if own == len(parts):
                 parts.append(mechanism)
-                runs.append(size)
+                index.append([])
+            index[own] += range(first, first + size)
+            first += size
         super().__init__(union(parts))
         self.parts = nn.ModuleList(parts)
-        self.fixed = _kinds(parts, runs)
-        self.groups = tuple(runs)
+        self.index = tuple(map(tuple, index))
+        self.groups = tuple(map(len, index))
         self.kv_heads = kv_heads
+        self.fixed = _kinds(parts, self.index) if all(isinstance(part, FixedPattern) for part in parts) else None
 
     @property
     def heads(self) -> int:
@@ -100,18 +106,18 @@ class Mixture(Mechanism):
         alone = segments is not None or words is not None or self.kv_heads is not None
         if self.fixed is not None and not alone:
             return heads_together(self.fixed, q, k, v)
-        outs: list[Tensor] = []
-        for fixed, run in groupby(self._pieces(), lambda piece: not alone and isinstance(piece[0], FixedPattern)):
-            pieces = list(run)
-            if fixed and len(pieces) > 1:  # fixed heads side by side, whatever their kinds
-                heads = slice(pieces[0][2].start, pieces[-1][2].stop)
-                each = ((part, own.stop - own.start) for part, _, own in pieces if isinstance(part, FixedPattern))
-                kinds = tuple(part.kernel_kind for part, size in each for _ in range(size))
-                outs.append(heads_together(kinds, *(_take(x, -3, heads) for x in (q, k, v))))
-            else:
-                split = self._split(segments, q, k, v, pieces=pieces, words=words)
-                outs += [part(*qkv, **given) for part, qkv, given in split]
-        return self._join(outs)
+        fixed = [] if alone else [piece for piece in self._pieces() if isinstance(piece[0], FixedPattern)]
+        fixed = fixed if len(fixed) > 1 else []
+        others = [piece for piece in self._pieces() if piece not in fixed]
+        outs = [part(*qkv, **given) for part, qkv, given in self._split(segments, q, k, v, pieces=others, words=words)]
+        order = [heads for _, heads in others]
+        if fixed:  # in one call, whatever their kinds
+            together = tuple(sorted(head for _, heads in fixed for head in heads))
+            kinds = dict(zip((head for _, heads in fixed for head in heads), _kinds_of(fixed), strict=True))
+            qkv = [_take(x, -3, together) for x in (q, k, v)]
+            outs.append(heads_together(tuple(kinds[head] for head in together), *qkv))
+            order.append(together)
+        return self._join(outs, order)
 
     def matrix(self, q, k, *, segments=None, words=None):
         self._check(q, k, segments=segments, words=words)
@@ -130,29 +136,27 @@ class Mixture(Mechanism):
 
     def row_sums(self, q, k, request, *, segments=None):
         self._check(q, k, segments=segments)
-        if self.kv_heads is not None:  # the pieces of a table of heads do not join along one axis
+        apart = any(heads != tuple(range(heads[0], heads[0] + len(heads))) for heads in self.index)
+        if self.kv_heads is not None or apart:  # what is written into slices of heads needs neighbours on one axis
             return super().row_sums(q, k, request, segments=segments)
         found = []
-        for (first, size), (part, (own_q, own_k), given) in zip(self._runs(), self._split(segments, q, k), strict=True):
-            heads = slice(first, first + size)
+        for heads, (part, (own_q, own_k), given) in zip(self.index, self._split(segments, q, k), strict=True):
             asked = {name: _if_any(getattr(request, name), heads) for name in ("targets", "columns", "into", "values")}
-            asked["down"] = None if request.down is None else request.down[..., heads, :]
+            asked["down"] = None if request.down is None else request.down.narrow(-2, heads[0], len(heads))
             found.append(part.row_sums(own_q, own_k, replace(request, **asked), **given))
         return RowSums.join(found, max(q.ndim, k.ndim) - 3)
 
     def cost(self, dims: Dims) -> Cost:
         width = self.heads // (self.kv_heads or 1)
-        shared = dims.group_size % width == 0  # the heads of a row of the table share their keys
+        shared = dims.group_size % width == 0  # the query heads of a group share their keys
         times = dims.group_size // width if shared else dims.group_size  # entries beside the heads that share them
         stages: list[Stage] = []
         state, parameters = 0, {}  # bytes of the parameters of each part
-        for part, rows, columns in self._pieces():
-            across = columns.stop - columns.start
-            own = replace(
-                dims,
-                batch=times * (rows.stop - rows.start) * across,
-                group_size=times * (across if shared else 1),
-            )
+        for part, heads in self._pieces():
+            counts = set(Counter(head // width for head in heads).values())
+            even = len(counts) == 1 and len(heads) == counts.copy().pop() * (self.kv_heads or 1)
+            together = counts.pop() if shared and even else 1  # heads of a group that share their keys
+            own = replace(dims, batch=times * len(heads), group_size=times * together)
             cost = part.cost(own)
             stages += cost.stages
             parameters[part] = cost.bytes - own.io_bytes
@@ -173,14 +177,17 @@ class Mixture(Mechanism):
                 f"heads: {heads}, expected {self.heads}, or a multiple where the mixture names the heads of one group: "
                 f"this mixture has {' + '.join(map(str, self.groups))} heads."
             )
-        return tuple(reads for part, size in self._sized() for reads in part.reads_qk(size)) * (heads // self.heads)
+        reads = {
+            head: own for part, mine in self._pieces() for head, own in zip(mine, part.reads_qk(len(mine)), strict=True)
+        }
+        return tuple(reads[head] for head in range(self.heads)) * (heads // self.heads)
 
     def explain(self, q, k, v, *, segments=None, words=None):
         self._check(q, k, v, segments=segments, words=words)
         lines = []
         split = self._split(segments, q, k, v, words=words)
-        for (first, size), (part, qkv, given) in zip(self._runs(), split, strict=True):
-            name = f"head {first}" if size == 1 else f"heads {first} to {first + size - 1}"
+        for heads, (part, qkv, given) in zip(self.index, split, strict=True):
+            name = _named(heads)
             lines += [f"{name}: {line}" for line in part.explain(*qkv, **given).splitlines()]
         return "\n".join(lines)
 
@@ -215,21 +222,9 @@ class Mixture(Mechanism):
             yield part, size
 
     def _pieces(self) -> Iterator[Piece]:
-        """Each part with its heads, as rows and columns of the head axes (kv_heads, per group); one row without."""
-        width, start = self.heads // (self.kv_heads or 1), 0
-        for part, size in self._sized():
-            if self.kv_heads is None:
-                yield part, slice(0, 1), slice(start, start + size)
-            else:
-                for rows, columns in _rectangles(start, start + size, width):
-                    yield part, rows, columns
-            start += size
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """The first head of each piece, and how many there are."""
-        width = self.heads // (self.kv_heads or 1)
-        for _, rows, columns in self._pieces():
-            yield rows.start * width + columns.start, (rows.stop - rows.start) * (columns.stop - columns.start)
+        """Each part with its heads."""
+        for (part, _), heads in zip(self._sized(), self.index, strict=True):
+            yield part, heads
 
     def _split(
         self,
@@ -242,11 +237,10 @@ class Mixture(Mechanism):
 
         An axis of 1 serves all heads.
         """
-        for part, rows, columns in self._pieces() if pieces is None else pieces:
+        for part, heads in self._pieces() if pieces is None else pieces:
 
-            def take(x: Tensor, tail: int, rows: slice = rows, columns: slice = columns) -> Tensor:
-                x = _take(x, -tail - 1, columns)
-                return x if self.kv_heads is None else _take(x, -tail - 2, rows)
+            def take(x: Tensor, tail: int, heads: tuple[int, ...] = heads) -> Tensor:
+                return _take(x, -tail - 1, heads) if self.kv_heads is None else self._take_grouped(x, tail, heads)
 
             if isinstance(segments, tuple):
                 ids: Segments | None = (take(segments[0], 1), take(segments[1], 1))
@@ -257,12 +251,32 @@ class Mixture(Mechanism):
                 given["words"] = take(words, 1)
             yield part, [take(x, 2) for x in tensors], given
 
-    def _join(self, outs: list[Tensor]) -> Tensor:
+    def _take_grouped(self, x: Tensor, tail: int, heads: tuple[int, ...]) -> Tensor:
+        """Heads of a tensor with head axes (kv_heads, per group), each of them 1 where it serves all.
+
+        The result has axes (groups, heads of a group) where every group has as many of these heads, else (heads, 1).
+        """
+        if x.ndim < tail + 2 or len(heads) == self.heads:
+            return x if x.ndim != tail + 1 or x.shape[-tail - 1] == 1 else x.unsqueeze(-tail - 2)
+        width = self.heads // (self.kv_heads or 1)
+        mine = HeadIndex(heads, self.heads, self.kv_heads or 1)
+        groups, each = mine.own_groups, mine.per_group
+        columns = tuple(head % width for head in heads)
+        if x.shape[-tail - 1] == 1:  # shared by the heads of a group
+            return _take(x, -tail - 2, groups if each else mine.group_of_head)
+        if each and columns == columns[:each] * len(groups):  # a rectangle: views, where they are neighbours
+            return _take(_take(x, -tail - 2, groups), -tail - 1, columns[:each])
+        x = x.expand(*x.shape[: -tail - 2], self.kv_heads or 1, *x.shape[-tail - 1 :]).flatten(-tail - 2, -tail - 1)
+        return _take(x, -tail - 1, heads).unflatten(-tail - 1, (len(groups), each) if each else (len(heads), 1))
+
+    def _join(self, outs: list[Tensor], order: Sequence[tuple[int, ...]] | None = None) -> Tensor:
         """The heads of all pieces again."""
-        if self.kv_heads is None or len(outs) == 1:
-            return outs[0] if len(outs) == 1 else torch.cat(outs, -3)
-        heads = torch.cat([out.flatten(-4, -3) for out in outs], -3)
-        return heads.unflatten(-3, (self.kv_heads, self.heads // self.kv_heads))
+        if len(outs) == 1:
+            return outs[0]
+        back = place_of_heads(tuple(self.index if order is None else order))
+        heads = torch.cat(outs if self.kv_heads is None else [out.flatten(-4, -3) for out in outs], -3)
+        heads = heads if back is None else take_places(heads, -3, back)
+        return heads if self.kv_heads is None else heads.unflatten(-3, (self.kv_heads, self.heads // self.kv_heads))
 
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads is None else f", kv_heads={self.kv_heads}"
@@ -327,10 +341,24 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
     return reduce(or_, patterns)
 
 
-def _kinds(parts: Sequence[Mechanism], sizes: Sequence[int]) -> tuple[str, ...] | None:
-    """What `kernels/fixed_heads` calls each head, where all of them are fixed."""
-    fixed = [(part, size) for part, size in zip(parts, sizes, strict=True) if isinstance(part, FixedPattern)]
-    return tuple(part.kernel_kind for part, size in fixed for _ in range(size)) if len(fixed) == len(parts) else None
+def _kinds(parts: Sequence[Mechanism], index: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+    """What `kernels/fixed_heads` calls each head, in the order of the heads."""
+    pieces = list(zip(parts, index, strict=True))
+    kinds = dict(zip((head for heads in index for head in heads), _kinds_of(pieces), strict=True))
+    return tuple(kinds[head] for head in sorted(kinds))
+
+
+def _kinds_of(pieces: Sequence[Piece]) -> list[str]:
+    """The same for the heads of some pieces, side by side."""
+    return [part.kernel_kind for part, heads in pieces if isinstance(part, FixedPattern) for _ in heads]
+
+
+def _named(heads: tuple[int, ...]) -> str:
+    if len(heads) == 1:
+        return f"head {heads[0]}"
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return f"heads {heads[0]} to {heads[-1]}"
+    return f"heads {', '.join(map(str, heads))}"
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
@@ -352,28 +380,10 @@ def _same_options(one: nn.Module, other: nn.Module) -> bool:
         return False
 
 
-def _take(x: Tensor, axis: int, part: slice) -> Tensor:
-    """A part of an axis of x; one of 1, or none, serves all."""
-    if x.ndim < -axis or x.shape[axis] == 1:
-        return x
-    return x.narrow(axis, part.start, part.stop - part.start)
+def _take(x: Tensor, axis: int, heads: tuple[int, ...]) -> Tensor:
+    """Some heads of an axis of x; one of 1, or none, serves all."""
+    return x if x.ndim < -axis or x.shape[axis] == 1 else take_places(x, axis, heads)
 
 
-def _if_any(x: Tensor | None, heads: slice) -> Tensor | None:
+def _if_any(x: Tensor | None, heads: tuple[int, ...]) -> Tensor | None:
     return None if x is None else _take(x, -3, heads)
-
-
-def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """The cells start … stop - 1 of a table of that width, counted row by row, as rectangles.
-
-    >>> [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in _rectangles(2, 11, 3)]
-    [(0, 1, 2, 3), (1, 3, 0, 3), (3, 4, 0, 2)]
-    """
-    while start < stop:
-        row, column = divmod(start, width)
-        if column == 0 and stop - start >= width:
-            rows, columns = slice(row, row + (stop - start) // width), slice(0, width)
-        else:
-            rows, columns = slice(row, row + 1), slice(column, min(width, column + stop - start))
-        yield rows, columns
-        start += (rows.stop - rows.start) * (columns.stop - columns.start)
