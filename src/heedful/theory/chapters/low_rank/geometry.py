@@ -214,7 +214,8 @@ T11_24 = Claim(
         "For q, k_j iid N(0, I_d), as N → ∞ the attention weights tend to a limit law, which is very uneven.",
         "若 q 与 k_1, …, k_N 独立同分布于 N(0, I_d)，则 N → ∞ 时注意力权重趋向某种极限分布，且高度不均匀。",
     ),
-    formula=r"N a_j\to e^{sz-s^2/2},\quad z\sim N(0,1),\ s=\frac{\|q\|}{\sqrt d};\qquad \mathrm{Gini}\to\operatorname{erf}(s/2)",
+    formula=r"N a_j\to e^{sz-s^2/2},\quad z\sim N(0,1),\ s=\frac{\|q\|}{\sqrt d};"
+    r"\qquad \mathrm{Gini}\to\operatorname{erf}(s/2)",
     check=tends_to_a_lognormal_law,
     case=Case("scores q·k/√d", 0.5),
     control=Case("scores q·k/d", 1.0),
@@ -269,8 +270,8 @@ T11_24_PROOF = Claim(
     section="11.3.2",
     kind="asymptotic",
     statement=Text(
-        "The proof: as N → ∞ the largest term dominates Z = Σ exp(q·k_j/√d) by the law of large numbers, and the weights "
-        "concentrate at the maximum.",
+        "The proof: as N → ∞ the largest term dominates Z = Σ exp(q·k_j/√d) by the law of large numbers, and the "
+        "weights concentrate at the maximum.",
         "证明思路：N → ∞ 时由大数定律，最大项主导 Z = Σ exp(q·k_j/√d)，注意力权重在最大相似性附近集中。",
     ),
     formula=r"\frac{\max_j e^{q\cdot k_j/\sqrt d}}{\sum_j e^{q\cdot k_j/\sqrt d}}\to 1",

@@ -141,8 +141,8 @@ print(x @ y, (P @ x) @ (P @ y))                             # 0 and 0.1: no fact
         section="11.3.3",
         kind="exact",
         statement=Text(
-            "If P keeps the squared lengths of x/‖x‖ + y/‖y‖ and x/‖x‖ − y/‖y‖ within 1 ± ε, then |⟨Px, Py⟩ − ⟨x, y⟩| ≤ "
-            "ε‖x‖‖y‖, an additive error. Distances between the points alone do not give it.",
+            "If P keeps the squared lengths of x/‖x‖ + y/‖y‖ and x/‖x‖ − y/‖y‖ within 1 ± ε, then |⟨Px, Py⟩ − ⟨x, y⟩| "
+            "≤ ε‖x‖‖y‖, an additive error. Distances between the points alone do not give it.",
             "若 P 使 x/‖x‖ ± y/‖y‖ 的长度平方都保持在 1 ± ε 之内，则 |⟨Px, Py⟩ − ⟨x, y⟩| ≤ ε‖x‖‖y‖，即加性误差；"
             "仅保持各点之间的距离并不够。",
         ),

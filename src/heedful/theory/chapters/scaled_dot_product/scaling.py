@@ -296,9 +296,10 @@ E5_1_5_SCALED = Claim(
     first="conditional",
     reason=Text(
         "For independent components of mean 0 and variance σ², as the text assumes, it holds. Proof: Var(q·k) = d_k σ⁴ "
-        "(E5.1.5), and a factor 1/√d_k divides a variance by d_k. Whether σ² itself depends on d_k is another question: "
-        "under the Xavier weights of 5.1.8 it does.",
-        "在原文的假设（分量独立、零均值、方差 σ²）下成立。证明：Var(q·k) = d_kσ⁴（E5.1.5），因子 1/√d_k 使方差除以 d_k。"
+        "(E5.1.5), and a factor 1/√d_k divides a variance by d_k. Whether σ² itself depends on d_k is another "
+        "question: under the Xavier weights of 5.1.8 it does.",
+        "在原文的假设（分量独立、零均值、方差 σ²）下成立。证明：Var(q·k) = d_kσ⁴（E5.1.5），"
+        "因子 1/√d_k 使方差除以 d_k。"
         "σ² 本身是否依赖 d_k 是另一个问题：在 5.1.8 的 Xavier 初始化下确实依赖。",
     ),
     corrected=Claim(
