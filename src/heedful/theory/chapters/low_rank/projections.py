@@ -89,8 +89,32 @@ def inner_products_are_kept(allowed: Callable[[Tensor, Tensor], Tensor]) -> Evid
     )
 
 
-def additive_error(factor: float) -> Evidence:
-    return inner_products_are_kept(lambda inner, lengths: factor * EPS * lengths)
+def random_map() -> tuple[Tensor, Tensor, Tensor]:
+    """Points, their images under a random projection, and the vectors whose lengths it has to keep: x/‖x‖ ± y/‖y‖."""
+    x = points()
+    unit = x / x.norm(dim=-1, keepdim=True)
+    i, j = torch.triu_indices(len(x), len(x), 1)
+    needed = torch.cat([unit[i] + unit[j], unit[i] - unit[j]])
+    images = projected(torch.cat([x, needed]), DIMENSION, 0)
+    return x, images[: len(x)], (images[len(x) :].norm(dim=-1) / needed.norm(dim=-1)).square()
+
+
+def dropped_axis() -> tuple[Tensor, Tensor, Tensor]:
+    """Two points, their images without the third axis, and their distance alone, which that map keeps exactly."""
+    x = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
+    y = x[:, :2]
+    return x, y, ((y[0] - y[1]).norm() / (x[0] - x[1]).norm()).square()[None]
+
+
+def inner_products_follow(given: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> Evidence:
+    """On a map that keeps the lengths it is asked for within 1 ± ε: the largest error of ⟨x, y⟩ over ‖x‖‖y‖."""
+    x, y, kept = given()
+    lengths = pairs(x.norm(dim=-1)[:, None] * x.norm(dim=-1))
+    errors = (pairs(y @ y.mT) - pairs(x @ x.mT)).abs() / lengths
+    return evidence(
+        at_most("largest distortion of the squared lengths that are asked for", (kept - 1).abs().max(), EPS),
+        at_most("largest |⟨Px, Py⟩ − ⟨x, y⟩| / ‖x‖‖y‖, against ε", errors.max(), (kept - 1).abs().max(), slack=1e-12),
+    )
 
 
 C11_10 = Claim(
@@ -117,13 +141,18 @@ print(x @ y, (P @ x) @ (P @ y))                             # 0 and 0.1: no fact
         section="11.3.3",
         kind="exact",
         statement=Text(
-            "Inner products are kept to an additive error: |⟨Px, Py⟩ − ⟨x, y⟩| ≤ ε‖x‖‖y‖.",
-            "点积只在加性误差意义下保持：|⟨Px, Py⟩ − ⟨x, y⟩| ≤ ε‖x‖‖y‖。",
+            "If P keeps the squared lengths of x/‖x‖ + y/‖y‖ and x/‖x‖ − y/‖y‖ within 1 ± ε, then |⟨Px, Py⟩ − ⟨x, y⟩| "
+            "≤ ε‖x‖‖y‖, an additive error. Distances between the points alone do not give it.",
+            "若 P 使 x/‖x‖ ± y/‖y‖ 的长度平方都保持在 1 ± ε 之内，则 |⟨Px, Py⟩ − ⟨x, y⟩| ≤ ε‖x‖‖y‖，即加性误差；"
+            "仅保持各点之间的距离并不够。",
         ),
-        formula=r"|\langle Px,Py\rangle-\langle x,y\rangle|\le\epsilon\|x\|\|y\|",
-        check=additive_error,
-        case=Case("ε‖x‖‖y‖", 1.0),
-        control=Case("a tenth of it", 0.1),
+        formula=r"4\langle Pu,Pv\rangle=\|P(u+v)\|^2-\|P(u-v)\|^2\ \Rightarrow\ "
+        r"|\langle Px,Py\rangle-\langle x,y\rangle|\le\epsilon\|x\|\|y\|",
+        check=inner_products_follow,
+        case=Case("a map that keeps x/‖x‖ ± y/‖y‖", random_map),
+        control=Case(
+            "a map that keeps the distance of x and y: (1, 0, 1) and (0, 1, 1) without the third axis", dropped_axis
+        ),
     ),
 )
 

@@ -241,10 +241,6 @@ E5_1_5 = Claim(
 Spread = Callable[[int, int], float]
 
 
-def fixed(d_model: int, d_k: int) -> float:
-    return 1 / d_model
-
-
 def xavier(d_model: int, d_k: int) -> float:
     return 2 / (d_model + d_k)
 
@@ -265,16 +261,6 @@ def mean_square_score(d_model: int, d_k: int, spread: Spread, draws: int = 32) -
     return mean_and_error(torch.stack(squares))
 
 
-def scaled_variance_is_one(spread: Spread) -> Evidence:
-    """With weights of variance 1/d_model a layer-normed input gives σ² = 1, whatever d_k."""
-
-    def compare(d_k: int) -> Comparison:
-        mean, error = mean_square_score(256, d_k, spread)
-        return agrees(f"variance of scaled scores, d_k = {d_k}", mean, 1, error=error)
-
-    return evidence(*(compare(d_k) for d_k in (16, 64, 256)))
-
-
 def scaled_variance_under_xavier(power: int) -> Evidence:
     def compare(d_model: int, d_k: int) -> Comparison:
         mean, error = mean_square_score(d_model, d_k, xavier)
@@ -282,6 +268,17 @@ def scaled_variance_under_xavier(power: int) -> Evidence:
         return agrees(f"variance of scaled scores, {d_model} → {d_k}", mean, expected, error=error)
 
     return evidence(compare(256, 16), compare(256, 64), compare(768, 64))
+
+
+def scaled_variance_is_fourth_power(scale: Callable[[int], float]) -> Evidence:
+    """Var(scale · q·k) for components of standard deviation σ, over three σ and three widths."""
+    found = []
+    for sigma in (0.5, 1.0, 2.0):
+        for d in (16, 64, 256):
+            q, k = (sigma * normal(10_000, d, seed=seed) for seed in (2 * d, 2 * d + 1))
+            value, error = variance_and_error(dot_products(q, k, scale(d)))
+            found.append(agrees(f"variance of scaled scores, σ = {sigma}, d_k = {d}", value, sigma**4, error=error))
+    return evidence(*found)
 
 
 E5_1_5_SCALED = Claim(
@@ -293,13 +290,17 @@ E5_1_5_SCALED = Claim(
         "除以 √d_k 后，分数的方差为 σ⁴，不再依赖于维度 d_k。",
     ),
     formula=r"\operatorname{Var}\left(\frac{q_i\cdot k_j}{\sqrt{d_k}}\right)=\sigma^4",
-    check=scaled_variance_is_one,
-    case=Case("weights of variance 1/d_model", fixed),
-    control=Case("weights of variance 2/(d_model + d_k), as 5.1.8 has them", xavier),
+    check=scaled_variance_is_fourth_power,
+    case=Case("divided by √d_k", lambda d: d**-0.5),
+    control=Case("divided by d_k", lambda d: 1 / d),
     first="conditional",
-    condition=Text(
-        "σ² itself does not depend on d_k: true of weights of variance 1/d_model, not of the Xavier weights of 5.1.8.",
-        "σ² 本身不随 d_k 变化：权重方差为 1/d_model 时成立，而 5.1.8 的 Xavier 初始化不满足。",
+    reason=Text(
+        "For independent components of mean 0 and variance σ², as the text assumes, it holds. Proof: Var(q·k) = d_k σ⁴ "
+        "(E5.1.5), and a factor 1/√d_k divides a variance by d_k. Whether σ² itself depends on d_k is another "
+        "question: under the Xavier weights of 5.1.8 it does.",
+        "在原文的假设（分量独立、零均值、方差 σ²）下成立。证明：Var(q·k) = d_kσ⁴（E5.1.5），"
+        "因子 1/√d_k 使方差除以 d_k。"
+        "σ² 本身是否依赖 d_k 是另一个问题：在 5.1.8 的 Xavier 初始化下确实依赖。",
     ),
     corrected=Claim(
         id="E5.1.5-scaled*",
