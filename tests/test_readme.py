@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its commands exist, its table is the catalogue's.
+"""What the README shows is true: its Python runs, its commands exist, the catalogue's pages are its table.
 
 `python tests/test_readme.py` rewrites the tables.
 """
@@ -14,8 +14,8 @@ import pytest
 from heedful.cli.catalogue_markdown import catalogue_markdown
 
 ROOT = Path(__file__).parents[1]
-LANGUAGES = {"README.md": "en", "README.zh-CN.md": "zh"}
-READMES = list(LANGUAGES)
+READMES = ["README.md", "README.zh-CN.md"]
+CATALOGUES = {"docs/catalogue.md": "en", "docs/catalogue.zh-CN.md": "zh"}
 TABLE = re.compile(r"(<!-- catalogue: [^\n]* -->\n)(.*?)(<!-- end of catalogue -->)", re.DOTALL)
 
 
@@ -56,17 +56,17 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert "make test" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", CATALOGUES)
 def test_the_table_is_the_catalogue(name):
     tables = [table for _, table, _ in TABLE.findall((ROOT / name).read_text())]
-    expected = catalogue_markdown(LANGUAGES[name]) + "\n"
+    expected = catalogue_markdown(CATALOGUES[name]) + "\n"
     assert tables == [expected], (
         f"the table of {name} is not the catalogue's: `python tests/test_readme.py` rewrites it"
     )
 
 
 def rewrite_the_tables() -> None:
-    for name, language in LANGUAGES.items():
+    for name, language in CATALOGUES.items():
         table = catalogue_markdown(language) + "\n"
         text = (ROOT / name).read_text()
         (ROOT / name).write_text(TABLE.sub(lambda found, table=table: found[1] + table + found[3], text))
