@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "kernels": ["shapes", "patterns", "segments", "feature_maps"],
     "random_features": ["shapes", "constants", "feature_maps", "kernels"],
     "validation": ["shapes", "patterns", "segments"],
-    "words": ["shapes"],
     "operator": ["shapes", "patterns", "segments", "kernels", "validation"],
     "core": ["shapes", "patterns", "segments", "words", "kernels", "validation", "operator"],
     "mechanisms": CONTRACT,
