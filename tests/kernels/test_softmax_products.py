@@ -20,11 +20,12 @@ IDS = [[0] * 15 + [3] * 17 + [-1] * 3 + [1] * 14, [-1] * 9 + [5] * 20 + [2] * 20
 @pytest.fixture
 def products(monkeypatch, small_tiles):
     """The products with tiles as small as those of the other kernels."""
+    from heedful.kernels.launching import LaunchCache
     from heedful.kernels.softmax import products
 
     small = small_tiles.Config(16, 16, 4, 1)
     monkeypatch.setattr(products, "CONFIGS", {key: dict.fromkeys(x, small) for key, x in products.CONFIGS.items()})
-    monkeypatch.setattr(products, "READY", {})
+    monkeypatch.setattr(products, "READY", LaunchCache())
     monkeypatch.setattr(products, "SPLIT_ROWS", 16)
     return products
 
