@@ -108,6 +108,7 @@ class LinearCall:
             *(features, self.turned is None, options.normalise, options.causal, options.stateful, fade),
         )
 
+    @cached_property
     def why_no_features_inside(self) -> list[str]:
         """Why the kernel that makes random features can't take this call, whichever backend runs it."""
         phi, options, why = self.options.feature_map, self.options, []
@@ -239,9 +240,8 @@ def _inside(name: str) -> Backend:
         return out.reshape(*call.batch, *out.shape[-2:]), None
 
     def objections(call: LinearCall) -> list[str]:
-        why = call.why_no_features_inside()
-        if why:
-            return why
+        if call.why_no_features_inside:
+            return call.why_no_features_inside
         inputs, options = call.tokens
         return random_features.backends[name].objections(*inputs, **options)
 
