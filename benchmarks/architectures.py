@@ -509,7 +509,7 @@ def _scanned(model: nn.Module, inputs: dict[str, Any], calls: list) -> list[str]
     import heedful.hf as hf
 
     with tempfile.TemporaryDirectory() as folder:
-        found = hf.scan(model, None, [inputs], out=Path(folder) / "run", values=4)
+        found = hf.scan(model, None, [inputs], out=Path(folder) / "run", options=hf.ScanOptions(values=4))
         rows = found.rows.sort("layer", "head").to_dicts()
     expected = [(call.at, head) for call, _ in calls for head in range(call.heads)]
     if [(row["layer"], row["head"]) for row in rows] != expected:

@@ -358,12 +358,12 @@ def recorded(work):
     found = []
     real = launches.launch
 
-    def recording(plan, key, pointers, describe):
-        found.append((plan, pointers, describe))
-        real(plan, key, pointers, describe)
+    def recording(setup, key, pointers, describe):
+        found.append((setup, pointers, describe))
+        real(setup, key, pointers, describe)
 
     inputs, options = prepare(work)
-    launches.PLANS.clear()
+    launches.SETUPS.clear()
     launches.launch = recording
     try:
         o = fused.chunked_linear(*inputs, **options)[0]
@@ -424,17 +424,17 @@ def launch_all(name, block, span, share=None) -> float:
         launches.span = lambda *_: span
     found, best, chosen = recorded(work), 0.0, 0.0
     launches.BLOCKS, launches.span = usual_block, usual_span
-    for position, (plan, pointers, describe) in enumerate(found):
+    for position, (setup, pointers, describe) in enumerate(found):
         launch = describe()[0]
         if launch == "scan":
             continue
-        table = plan.configs[launch]
+        table = setup.configs[launch]
         every = dict.fromkeys([table, *grid(kind[0])])
         rows, want = [], None
         for number, config in enumerate(every):
             if share and (number + position) % share[1] != share[0]:
                 continue
-            ms = time_of(plan, pointers, describe, config, share is None)
+            ms = time_of(setup, pointers, describe, config, share is None)
             if ms is None:
                 continue
             rows.append((ms, config))
@@ -450,7 +450,7 @@ def launch_all(name, block, span, share=None) -> float:
         label = " ".join([launch, *(x for x in ("DK", "DV") if describe()[-1].get(x))])
         for ms, config in [*rows[:2], *(row for row in rows[2:] if row[1] == table)]:
             mark = "  the table's" if ours and config == table else ""
-            print(f"{name} block {block} span {plan.span}  {label:10s} {ms:.4f} ms  {tuple(config)}{mark}", flush=True)
+            print(f"{name} block {block} span {setup.span}  {label:10s} {ms:.4f} ms  {tuple(config)}{mark}", flush=True)
     if not share:
         print(f"{name} block {block}: {best:.3f} ms, as in the table {chosen:.3f}", flush=True)
     return best
@@ -462,16 +462,16 @@ def apart(x, y) -> float:
     return ((x - y).norm() / y.norm().clamp(min=1e-30)).item()
 
 
-def time_of(plan, pointers, describe, config, timing) -> float | None:
+def time_of(setup, pointers, describe, config, timing) -> float | None:
     """ms of one launch in a configuration; None where it is only compiled, or does not fit."""
-    usual = plan.configs
+    usual = setup.configs
     try:
-        plan.configs = {**usual, describe()[0]: config}
+        setup.configs = {**usual, describe()[0]: config}
         described = describe()
         constants = described[-1]
         if constants["PARTS"] > 1 and constants.get("DK") and constants.get("DV"):
             return None  # both gradients at once take a program that has all of the state
-        program = launches.first(plan, pointers, *described)
+        program = launches.first(setup, pointers, *described)
         torch.cuda.synchronize()
         return median(functools.partial(program, *(x.data_ptr() for x in pointers)), 10) if timing else None
     except Exception as error:
@@ -479,7 +479,7 @@ def time_of(plan, pointers, describe, config, timing) -> float | None:
             print(describe()[0], tuple(config), type(error).__name__, str(error)[:80], flush=True)
         return None
     finally:
-        plan.configs = usual
+        setup.configs = usual
 
 
 def profile(repeats=300) -> None:

@@ -250,35 +250,35 @@ def usual(block):
 def recorded(inputs, options, launching=True) -> list:
     """What `Plan.launch` and `Plan.join` were called with in a forward and backward pass."""
     calls = []
-    real, real_join = launches.Plan.launch, launches.Plan.join
+    real, real_join = launches.FeatureSetup.launch, launches.FeatureSetup.join
 
-    def noted(plan, name, *args, **constants):
-        calls.append((name, plan, args, constants))
+    def noted(setup, name, *args, **constants):
+        calls.append((name, setup, args, constants))
         if launching:
-            real(plan, name, *args, **constants)
+            real(setup, name, *args, **constants)
 
-    def joined(plan, *args):
-        calls.append(("join", plan, args, {}))
-        return real_join(plan, *args) if launching or not plan.causal else args[1:3]
+    def joined(setup, *args):
+        calls.append(("join", setup, args, {}))
+        return real_join(setup, *args) if launching or not setup.causal else args[1:3]
 
-    launches.Plan.launch, launches.Plan.join = noted, joined
+    launches.FeatureSetup.launch, launches.FeatureSetup.join = noted, joined
     try:
         o = fused.random_features(*inputs, **options)
         torch.autograd.grad(o, inputs, torch.randn_like(o))
     finally:
-        launches.Plan.launch, launches.Plan.join = real, real_join
+        launches.FeatureSetup.launch, launches.FeatureSetup.join = real, real_join
     return calls
 
 
 def again(call, config=None):
     """A function that makes a recorded call once more, by another configuration."""
-    name, plan, args, constants = call
+    name, setup, args, constants = call
     if name == "join":
-        return lambda: plan.join(*args)
+        return lambda: setup.join(*args)
     if config is not None:
-        plan = copy.copy(plan)
-        plan.configs, plan.ready = {**plan.configs, name: config}, {}
-    return lambda: plan.launch(name, *args, **constants)
+        setup = copy.copy(setup)
+        setup.configs, setup.ready = {**setup.configs, name: config}, {}
+    return lambda: setup.launch(name, *args, **constants)
 
 
 def by_launch(inputs, options) -> dict:

@@ -273,14 +273,14 @@ WINDOW = Window(511)
 
 def launching(name, job, lse, do, o, delta):
     """One launch of one kernel, with everything it needs at hand."""
-    plan = job.plan
+    setup = job.setup
     dq, dk, dv = (torch.empty_like(x) for x in (job.q, job.k, job.v))
     dq = dq.unsqueeze(2)  # no heads share keys here
     return {
-        "attend": lambda: launches.attend_rows(job, o, lse, 0, plan.n, 1, 0),
-        "queries": lambda: launches.query_rows(job, o, lse, do, delta, dq, 0, plan.n, 1, 0),
-        "keys": lambda: launches.key_rows(job, lse, do, delta, dk, dv, 0, plan.m, 1, 0),
-        "adjoint": lambda: launches.key_rows(job, lse, do, None, None, dv, 0, plan.m, 1, 0),
+        "attend": lambda: launches.attend_rows(job, o, lse, 0, setup.n, 1, 0),
+        "queries": lambda: launches.query_rows(job, o, lse, do, delta, dq, 0, setup.n, 1, 0),
+        "keys": lambda: launches.key_rows(job, lse, do, delta, dk, dv, 0, setup.m, 1, 0),
+        "adjoint": lambda: launches.key_rows(job, lse, do, None, None, dv, 0, setup.m, 1, 0),
         "statistics": lambda: launches.statistics(job),
     }[name]
 
@@ -297,10 +297,10 @@ def tuning(n, only=None):
             run = launching(name, job, lse, do, o, delta)
             for number, config in enumerate(configs):
                 if only is None or number % only[1] == only[0]:
-                    job.plan.configs = {**job.plan.configs, name: launches.Config(*config)}
-                    job.plan.ready.clear()
+                    job.setup.configs = {**job.setup.configs, name: launches.Config(*config)}
+                    job.setup.ready.clear()
                     yield width, name, config, run
-            launches.PLANS.clear()
+            launches.SETUPS.clear()
 
 
 def tune(n=65536, until=120.0) -> list:

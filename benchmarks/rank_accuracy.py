@@ -115,7 +115,9 @@ def scanned(model, tokenizer, lengths: list[int], texts: dict[str, str], every: 
     names = [f"rank{tau}{end}" for tau in (90, 95) for end in ("", "_low", "_high")]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        scan = hf.scan(model, tokenizer, list(texts.values()), lengths=lengths, layers=layers, out=out)
+        scan = hf.scan(
+            model, tokenizer, list(texts.values()), lengths=lengths, out=out, options=hf.ScanOptions(layers=layers)
+        )
         return scan.rows.select("text", "length", "layer", "head", *names).to_dicts()
 
 

@@ -37,7 +37,15 @@ def claims(name: str, length: int, texts: int) -> list[tuple[str, str, str, str]
     quiet()
     model, tokenizer = hf.load(name)
     out = RUNS / f"{name}-{length}"
-    found = hf.scan(model, tokenizer, builtin(length, texts), lengths=[length], out=out, resume=True, name=name)
+    found = hf.scan(
+        model,
+        tokenizer,
+        builtin(length, texts),
+        lengths=[length],
+        out=out,
+        resume=True,
+        options=hf.ScanOptions(name=name),
+    )
     third = len(found.manifest["layers"]) // 3
     last = len(found.manifest["layers"]) - third
 

@@ -31,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "whole"
         assert command(options, whole).wait() == 0, "a scan that was left alone failed"
-        span = max(path.stat().st_mtime for path in parts(whole)) - (whole / "scan.json").stat().st_mtime
+        span = (whole / "rows.jsonl.gz").stat().st_mtime - (whole / "scan.json").stat().st_mtime
         kills = lost = scans = differing = 0
         while kills < options.kills:
             out = Path(scratch) / str(scans)
@@ -51,8 +51,10 @@ def command(options: argparse.Namespace, out: Path) -> subprocess.Popen:
     return subprocess.Popen(line, stdout=subprocess.DEVNULL)
 
 
-def parts(out: Path) -> list[Path]:
-    return list((out / "rows").glob("*.parquet"))
+def parts(out: Path) -> set[tuple[str, int]]:
+    from heedful.store.scans import Run
+
+    return Run.open(out).done() if (out / "scan.json").exists() else set()
 
 
 def killed_until_done(
@@ -88,7 +90,7 @@ def wait_until_it_measures(process: subprocess.Popen, out: Path, begun: float) -
 
 def equal(whole: Path, killed: Path) -> bool:
     from heedful.scan import Scan
-    from heedful.store import UNTIMED
+    from heedful.store.scans import UNTIMED
 
     one, two = Scan.open(whole), Scan.open(killed)
     drafts = [path for path in killed.rglob("*") if path.name.startswith(".draft")]

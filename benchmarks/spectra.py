@@ -118,7 +118,7 @@ class Layers:
 def accuracy(layers: Layers, iterative: bool, as_scan: bool) -> None:
     if iterative:
         search.EXACT = 0
-    spent = {"budget": BUDGET, "failure": 0} if as_scan else {}
+    spent = h.SearchOptions(BUDGET, failure=0) if as_scan else h.SearchOptions()
     rows = Rows(f"accuracy-{layers.name}" + "-iterative" * iterative + "-as-scan" * as_scan)
     done: list[dict] = []
     for layer, q, k in layers:
@@ -147,9 +147,9 @@ def accuracy(layers: Layers, iterative: bool, as_scan: bool) -> None:
     print(f"  seconds for both ranks and the values {ours:.1f}, dense float64 {dense:.1f}: {dense / ours:.1f} times")
 
 
-def against_float64(mechanism: h.Mechanism, q: torch.Tensor, k: torch.Tensor, spent: dict) -> dict:
+def against_float64(mechanism: h.Mechanism, q: torch.Tensor, k: torch.Tensor, spent: h.SearchOptions) -> dict:
     op = mechanism.operator(q, k)
-    found, seconds = timed(lambda: h.spectrum(op, 32, tau=(0.9, 0.95), **spent))
+    found, seconds = timed(lambda: h.spectrum(op, 32, tau=(0.9, 0.95), search=spent))
     ranks = {}
     for tau in (0.9, 0.95):
         rank = h.effective_rank(found, tau)

@@ -45,11 +45,14 @@ def _module(path: Path) -> str:
 def _can_be_hooked(path: Path) -> bool:
     """Not packages, whose name stands for all in them, nor Triton's programs, which are compiled from their source.
 
-    Nor `core`, `inputs` and `dispatch`: torch.compile goes through them at every call and would trace the hook as well,
+    Nor `core`, `validation` and `dispatch`: torch.compile goes through them at every call and would trace the hook too,
     and what they annotate are abstract methods, or inputs that they refuse in words. Nor the command line, whose
     annotations typer reads.
     """
-    if path.stem in ("__init__", "__main__", "core", "inputs", "dispatch") or "cli" in path.relative_to(SOURCE).parts:
+    if (
+        path.stem in ("__init__", "__main__", "core", "validation", "dispatch")
+        or "cli" in path.relative_to(SOURCE).parts
+    ):
         return False
     return "import triton" not in path.read_text()
 

@@ -15,16 +15,18 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from heedful import CATALOG, cli
+from heedful import CATALOG
 from heedful.bench import gpu, measure, peers, run, tables
 from heedful.bench.cases import CASES, Case, Goal
 from heedful.bench.fits import crossover, growth
 from heedful.bench.memory import allocated, limited_memory, measure_apart
 from heedful.bench.peers import Contender
 from heedful.bench.plot import crossover_svg
-from heedful.bench.rows import SAME, Journal, provenance
+from heedful.bench.rows import SAME, Rows, provenance
 from heedful.bench.setting import BOTH, FORWARD, PASSES, Setting, Work
 from heedful.bench.timing import Pace, race, summary
+from heedful.cli.app import app
+from heedful.store import Log
 
 TINY = Setting(heads=2, d=8, threads=1, clock="cpu")
 QUICK = Pace(least=1, budget=0.0, patience=1.0)
@@ -157,7 +159,7 @@ def test_a_process_that_dies_leaves_a_row_that_says_so():
 
 def test_rows_are_flat_stamped_and_dated(tmp_path):
     rows = run.run(plan(tmp_path))["growth"]
-    assert json.loads((tmp_path / "cpu_growth.json").read_text()) == rows
+    assert list(Log(tmp_path / "cpu_growth.jsonl").records()) == rows
     ways = {*SOME, *tables.DENSE_NAMES}
     assert {(row["entry"], row["n"], row["pass"]) for row in rows} == {
         (way, n, which) for way in ways for n in (32, 64) for which in PASSES
@@ -187,35 +189,35 @@ def test_a_length_that_an_entry_refuses_is_left_out(tmp_path):
 
 
 def test_rows_of_other_code_stay_but_are_not_shown(tmp_path):
-    path, stamp = tmp_path / "rows.json", provenance(TINY)
-    Journal(path, ("entry",), {**stamp, "commit": "older"}).add([{"entry": "a"}, {"entry": "b"}])
-    journal = Journal(path, ("entry",), stamp)
+    path, stamp = tmp_path / "rows.jsonl", provenance(TINY)
+    Rows(path, ("entry",), {**stamp, "commit": "older"}).add([{"entry": "a"}, {"entry": "b"}])
+    journal = Rows(path, ("entry",), stamp)
     assert journal.rows() == [] and journal.find(entry="a") is None
     journal.add([{"entry": "a"}])
-    assert [row["entry"] for row in journal.rows()] == ["a"] and len(json.loads(path.read_text())) == 2
+    assert [row["entry"] for row in journal.rows()] == ["a"] and len(Log(path).latest("entry")) == 2
     journal.forget_others()
-    assert [row["entry"] for row in json.loads(path.read_text())] == ["a"]
+    assert [row["entry"] for row in Log(path).records()] == ["a"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="kill -9 is of POSIX")
 def test_a_run_that_was_killed_goes_on(tmp_path):
-    path = tmp_path / "cpu_growth.json"
+    path = tmp_path / "cpu_growth.jsonl"
     command = [sys.executable, "-m", "heedful", "bench", "growth", "--out", str(tmp_path), "--heads", "1", "--d", "8"]
     command += [part for n in (32, 64, 128) for part in ("--n", str(n))] + ["--threads", "1", "--budget", "0.2"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
-        while not (path.exists() and len(json.loads(path.read_text())) >= 3):
+        while not (path.exists() and len(path.read_bytes().splitlines()) > 3):
             assert child.poll() is None and time.monotonic() < until
             time.sleep(0.02)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
-    before = json.loads(path.read_text())
+    before = list(Log(path).records())
     some = tuple(dict.fromkeys(row["entry"] for row in before if row["entry"] in CATALOG)) or ("softmax",)
     setting = Setting(heads=1, d=8, threads=1)
     after = run.run(run.Plan(tmp_path, setting, ("growth",), some, (32,), pace=QUICK))["growth"]
-    assert [row for row in after if row in before] == before  # dates too: they were not taken again
+    assert all(row in after for row in before)  # dates too: they were not taken again
     assert len(after) >= len(before)
 
 
@@ -233,7 +235,7 @@ def test_a_missing_peer_is_named_and_stops_nothing(tmp_path, monkeypatch):
     gone = Contender("gone", lambda setting, n: 1 / 0, "gone-attention", "gone_attention")
     case = Case("alone", CASES["linear"].ours, (gone, peers.DENSE_CAUSAL), {"gone": Goal(2, (64,))})
     monkeypatch.setitem(tables.CASES, "alone", case)
-    journal = Journal(tmp_path / "rows.json", measure.PEER_KEY, provenance(TINY))
+    journal = Rows(tmp_path / "rows.jsonl", measure.PEER_KEY, provenance(TINY))
     measure.measure_peers([case], [64], TINY, journal, QUICK, lambda text: None)
     rows = journal.rows()
     assert {row["contender"]: row["problem"] for row in rows}["gone"] == "not installed: pip install gone-attention"
@@ -246,7 +248,7 @@ def test_gains_of_several_runs_are_a_range_judged_by_its_lowest(tmp_path, monkey
     rival = Contender("rival", CASES["linear"].ours[0].make)
     case = Case("alone", CASES["linear"].ours[:1], (rival,), {"rival": Goal(2, (64,))})
     monkeypatch.setattr(tables, "CASES", {"alone": case})
-    journal = Journal(tmp_path / "rows.json", measure.PEER_KEY, provenance(TINY))
+    journal = Rows(tmp_path / "rows.jsonl", measure.PEER_KEY, provenance(TINY))
     for run_number in (1, 2, 3):
         measure.measure_peers([case], [64], TINY, journal, QUICK, lambda text: None, run_number)
     rows = journal.rows()
@@ -263,7 +265,7 @@ def test_a_peer_that_breaks_is_reported(tmp_path):
         raise AssertionError("sequence length must be divisible by 512")
 
     case = Case("alone", CASES["linear"].ours, (Contender("broken", broken),))
-    journal = Journal(tmp_path / "rows.json", measure.PEER_KEY, provenance(TINY))
+    journal = Rows(tmp_path / "rows.jsonl", measure.PEER_KEY, provenance(TINY))
     measure.measure_peers([case], [64], TINY, journal, QUICK, lambda text: None)
     assert journal.find(case="alone", contender="broken", n=64, run=1, **{"pass": FORWARD})["problem"] == (
         "AssertionError: sequence length must be divisible by 512"
@@ -323,7 +325,7 @@ def test_the_picture_is_sound_and_names_every_entry():
 
 
 def command(*arguments):
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)], env={"COLUMNS": "80"}, prog_name="heedful")
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "80"}, prog_name="heedful")
 
 
 def test_the_command_prints_tables_or_rows(tmp_path):
@@ -363,7 +365,7 @@ def test_help_fits_eighty_columns():
 
 def test_without_a_gpu_its_table_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(cli.app, ["bench", "--gpu", "peers"])
+    result = CliRunner().invoke(app, ["bench", "--gpu", "peers"])
     assert result.exit_code == 1
     assert "no GPU" in result.output
 
@@ -392,10 +394,10 @@ def test_every_piece_of_gpu_work_has_a_row_of_its_own():
 
 
 def test_fresh_takes_again_what_is_asked_for_and_keeps_the_rest(tmp_path):
-    path, stamp = tmp_path / "rows.json", provenance(TINY)
-    Journal(path, ("entry",), stamp).add([{"entry": "a"}, {"entry": "b"}])
-    journal = Journal(path, ("entry",), stamp, fresh=True)
+    path, stamp = tmp_path / "rows.jsonl", provenance(TINY)
+    Rows(path, ("entry",), stamp).add([{"entry": "a"}, {"entry": "b"}])
+    journal = Rows(path, ("entry",), stamp, fresh=True)
     assert journal.find(entry="a") is None and journal.find(entry="b") is None
     journal.add([{"entry": "a", "seconds": 1.0}])
     assert journal.find(entry="a") is not None and journal.find(entry="b") is None
-    assert {row["entry"] for row in json.loads(path.read_text())} == {"a", "b"}
+    assert {row["entry"] for row in Log(path).records()} == {"a", "b"}

@@ -175,3 +175,31 @@ def test_segments_on_another_device_are_refused():
     for segments, name in ((ids, "segments"), ((ids, ids), r"segments\[0\]")):
         with pytest.raises(ValueError, match=rf"{name}.*on meta, expected cpu"):
             h.Softmax()(x, x, x, segments=segments)
+
+
+def test_public_names_differ_by_more_than_capitals():
+    names = {name.lower() for name in h.__all__}
+    assert len(names) == len(h.__all__)
+
+
+def test_a_renamed_name_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"heedful\.identity is called heedful\.no_activation now"):
+        assert h.identity is h.no_activation
+    assert "identity" not in h.__all__
+
+
+@pytest.mark.parametrize("name", h.CATALOG)
+def test_a_mechanism_moves_to_a_device_without_float64(name):
+    """As MPS is: it raises a TypeError for such a tensor."""
+
+    def move(x):
+        if x.dtype == torch.float64:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
+        return x
+
+    mechanism, x = small(name), torch.randn(1, 2, 9, 8)
+    before = mechanism(x, x, x)
+    torch.testing.assert_close(torch.nn.ModuleList([mechanism])._apply(move)[0](x, x, x), before)
+    assert torch.float64 not in {x.dtype for x in mechanism.state_dict().values()}

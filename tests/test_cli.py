@@ -52,7 +52,7 @@ def test_version():
 
 LIGHT = """
 import os, sys
-from heedful.cli.app import main
+from heedful.cli.app import app, main
 
 def run(*arguments):
     sys.argv = ["heedful", *arguments]
@@ -166,6 +166,22 @@ def test_the_cost_shown_is_the_cost():
     assert (page["flops"], page["bytes"], page["state"]) == (cost.flops, cost.bytes, cost.state)
     assert page["dense_flops"] == heedful.Softmax(heedful.Causal()).cost(dims).flops
     assert page["options"]["before"] == 100 and page["options"]["sinks"] == 0
+
+
+def test_stages_of_a_layer_are_shown_and_add_up():
+    page = json.loads(run("show", "window", "--n", 2048, "--d", 32, "--heads", 4, "--stages", "--json").stdout)
+    assert [stage["name"] for stage in page["stages"]] == [
+        "projections",
+        "scores",
+        "softmax",
+        "aggregation",
+        "output projection",
+    ]
+    assert sum(stage["flops"] for stage in page["stages"]) == page["layer_flops"]
+    assert page["layer_flops"] - page["flops"] == 4 * 2 * 2048 * 128**2
+    shown = run("show", "window", "--n", 2048, "--d", 32, "--heads", 4, "--stages").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"projections +201 M +\S+ %", shown) and re.search(r"softmax +0 +0.0 % +\S+ M", shown)
 
 
 def test_the_picture_is_of_the_mechanism_on_seeded_tokens():

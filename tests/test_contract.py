@@ -120,7 +120,12 @@ def test_variants_keep_the_contract(name, check):
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if "step" not in name])
 def test_a_bias_tensor_for_each_head_keeps_the_contract(check):
-    if check in ("inputs_are_left_alone", "every_output_is_written", "large_logits_are_right"):
+    if check in (
+        "inputs_are_left_alone",
+        "every_output_is_written",
+        "large_logits_are_right",
+        "state_is_what_cost_says",
+    ):
         pytest.skip("they take a step, and a bias tensor belongs to one length")
     hold(check, Case(lambda: h.Softmax(bias=nn.Parameter(torch.tensor([[[0.5]], [[-1.0]]])), sink=sink())))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import heedful as h
-from heedful.kernels.dispatch import Backend, Kernel
+from heedful.cli.mechanism_facts import catalogue
+from heedful.kernels.dispatch import Backend, Kernel, asked_for
 
 
 @pytest.fixture
@@ -65,8 +66,81 @@ def test_a_forced_backend_that_objects_is_an_error_with_its_reasons(x):
         h.Softmax(h.Window(3))(x, x, x)
 
 
+def test_every_backend_that_is_shown_can_be_asked_for(x):
+    shown = {name for facts in catalogue() for name in facts["kernels"].split(", ") if name}
+    assert {"sdpa", "triton", "torch", "cpu_groups"} <= shown <= set(h.backend.names)
+    for mechanism in (h.Softmax(), h.Linear(h.FavorPlus(4, 8)), h.GatedLinear(4)):
+        *lines, chosen = h.backend.explain(mechanism, x, x, x).splitlines()
+        for name in [line.partition(":")[0] for line in lines] + [chosen.removeprefix("→ ")]:
+            with h.backend(name):
+                assert asked_for() == name
+
+
+def test_one_kernel_alone_can_be_asked_for(x):
+    linear = h.Linear(h.FavorPlus(4, 8))
+    with h.backend("softmax/torch"):
+        assert h.backend.explain(h.Softmax(), x, x, x).endswith("→ torch")
+        assert h.backend.explain(linear, x, x, x).endswith("→ random_features/cpu_groups")
+    with h.backend("chunked_linear/torch"):
+        told = h.backend.explain(linear, x, x, x)
+        assert told.endswith("→ chunked_linear/torch") and '"chunked_linear/torch") was asked for' in told
+        assert torch.allclose(linear(x, x, x), linear.matrix(x, x) @ x, atol=1e-5)
+
+
+def test_a_former_name_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="'cpu_groups'"), h.backend("groups"):
+        assert asked_for() == "cpu_groups"
+
+
+def counted(asked, kind=None):
+    """A kernel of two backends that writes down which of them it asks."""
+
+    def objections(name, why):
+        return lambda *inputs: asked.append(name) or why
+
+    first = Backend("sdpa", lambda *inputs: 1, objections("sdpa", ["no"]))
+    return Kernel("test", first, Backend("torch", lambda *inputs: 2, objections("torch", [])), kind=kind)
+
+
+def test_a_kind_of_input_is_decided_once(x):
+    asked = []
+    kernel = counted(asked, kind=lambda x: x.shape)
+    assert [kernel(x), kernel(x + 1), kernel.choose(x).name] == [2, 2, "torch"]
+    assert asked == ["sdpa", "torch"]
+    assert kernel.explain(x) == "test/sdpa: no\ntest/torch: can run\n→ torch"
+    assert asked == ["sdpa", "torch"]
+    kernel(x[:1])
+    with torch.no_grad():
+        kernel(x)
+    with h.backend("torch"):
+        kernel(x)
+    assert asked == ["sdpa", "torch"] * 3 + ["torch"]
+
+
+def test_inputs_whose_values_matter_are_decided_at_each_call(x):
+    asked = []
+    kernel = counted(asked, kind=lambda x: None)
+    assert [kernel(x), kernel(x)] == [2, 2] and asked == ["sdpa", "torch"] * 2
+    bias = torch.zeros(1, 20)
+    attend = h.Softmax(h.Full(), bias=bias)
+    assert h.backend.explain(attend, x, x, x).endswith("→ sdpa")
+    bias.fill_(-torch.inf)
+    assert h.backend.explain(attend, x, x, x).endswith("→ torch")
+    assert torch.equal(attend(x, x, x), torch.zeros_like(x))
+
+
+def test_a_backend_yields_to_a_faster_one_that_can_run(x):
+    fast = Backend("triton", lambda x: 2, lambda x: ["too many"] if len(x) > 1 else [])
+    slow = Backend("sdpa", lambda x: 1, lambda x: [], yields=lambda x: {"triton": "it is slow"})
+    kernel = Kernel("test", slow, fast, Backend("torch", lambda x: 3, lambda x: []))
+    assert kernel(x[:1]) == 2 and "test/sdpa: it is slow" in kernel.explain(x[:1])
+    assert kernel(x) == 1
+    with h.backend("sdpa"):
+        assert kernel(x[:1]) == 1
+
+
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="torch, sdpa, triton"):
+    with pytest.raises(ValueError, match=r"cpu_groups, .*sdpa, .*torch, triton"):
         h.backend("cuda")
 
 

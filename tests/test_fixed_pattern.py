@@ -431,5 +431,5 @@ def test_a_layer_with_words_compiles():
 
 
 def test_a_tree_belongs_to_no_checkpoint_either():
-    made = h.nn.Attention(16, 4, h.TreeSoftmax([1, -1, 1], radius=1))
+    made = h.nn.Attention(16, 4, h.Softmax(h.Tree((1, -1, 1), radius=1)))
     assert not any(name.startswith("mechanism") for name in made.state_dict())

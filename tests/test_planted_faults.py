@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import heedful as h
-from heedful.core import check_inputs
 from heedful.mechanisms.score_base import Cache
 from heedful.segments import resolve, visible
 from heedful.testing import CHECKS, Case, DoesNotApply, FlopCounter, UnknownOperation, check_mechanism, examine
+from heedful.validation import check_inputs
 
 
 class Dense(h.Mechanism):
@@ -100,8 +100,8 @@ class WrongAdjoint(h.Softmax):
     """The adjoint of the reversed sequence."""
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
-        return apply, lambda y: adjoint(y.flip(-2))
+        products = super().products(q, k, segments=segments)
+        return products._replace(adjoint=lambda y: products.adjoint(y.flip(-2)))
 
 
 class SumsAnotherMatrix(h.Softmax):
@@ -109,6 +109,13 @@ class SumsAnotherMatrix(h.Softmax):
 
     def row_sums(self, q, k, request, *, segments=None):
         return super().row_sums(q, k.flip(-2), request, segments=segments)
+
+
+class MaterialisesAnotherMatrix(h.Softmax):
+    """A fast way to the matrix that forgets the segments."""
+
+    def materialise(self, q, k, *, segments=None):
+        return super().materialise(q, k)
 
 
 class DetachesKeys(Dense):
@@ -466,6 +473,21 @@ class CountsAStateOfOneHead(h.Softmax):
         return h.Cost(cost.flops, cost.bytes, cost.state // dims.batch)
 
 
+class CountsSharedKeysForEachHead(h.Softmax):
+    """Bytes and state as if each query head had keys and values of its own."""
+
+    def cost(self, dims):
+        return super().cost(replace(dims, group_size=1))
+
+
+class KeepsAStateForEachQueryHead(h.Linear):
+    """The sums of shared keys, once for each query head that reads them."""
+
+    def init_state(self, q, k, v):
+        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        return super().init_state(q, k.expand(*batch, *k.shape[-2:]), v)
+
+
 class ClaimsAState(Dense):
     """A state without a recurrence."""
 
@@ -535,6 +557,7 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     WrongBeyond64Values: {"forward_is_matrix_times_v"},
     WrongAdjoint: {"operator_is_the_matrix"},
     SumsAnotherMatrix: {"operator_is_the_matrix"},
+    MaterialisesAnotherMatrix: {"operator_is_the_matrix"},
     DetachesKeys: {"gradients_are_those_of_the_matrix"},
     DetachesItsParameter: {"gradients_are_those_of_the_matrix"},
     ClaimsToReadNothing: {"unread_queries_and_keys_have_no_say"},
@@ -581,6 +604,8 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
     CountsFractions: {"bytes_cover_the_inputs"},
     CountsAStateOfOneHead: {"state_is_what_cost_says"},
     ClaimsAState: {"state_is_what_cost_says"},
+    CountsSharedKeysForEachHead: {"bytes_cover_the_inputs", "state_is_what_cost_says"},
+    KeepsAStateForEachQueryHead: {"state_is_what_cost_says"},
     DiffersWhenCompiled: {"compiled_equals_eager"},
     HoldsALooseTensor: {"state_dict_holds_everything"},
     HoldsALambda: {"copies_agree"},
@@ -605,6 +630,19 @@ FAULTS: dict[type[h.Mechanism], set[str]] = {
 def test_a_planted_fault_is_caught(fault, check):
     outcome = examine(Case(fault), [check]).outcomes[check]
     assert outcome.verdict == "failed", f"{fault.__name__} got through: {outcome}"
+
+
+SPARSE = [entry for entry in h.CATALOG.values() if "sparse" in entry.family or entry.family == "combinations"]
+
+
+@pytest.mark.parametrize("entry", SPARSE, ids=lambda entry: entry.name)
+def test_a_cost_of_three_fifths_is_caught_where_tiles_hold_more_than_the_pattern(entry):
+    facts = {"d": 8, "heads": 2, "length": 2048}
+    mechanism = entry.build(**{name: fact for name, fact in facts.items() if name in entry.options})
+    right = mechanism.cost
+    mechanism.cost = lambda dims: h.Cost(right(dims).flops * 3 // 5, dims.io_bytes)
+    with pytest.raises(AssertionError, match=r"cost\.flops at"):
+        CHECKS["flops_are_what_cost_says"](Case(lambda: mechanism))
 
 
 def test_every_check_catches_some_fault():

@@ -1,20 +1,185 @@
-"""The records of a scan: whole or not there, and every refusal in a sentence."""
+"""The store: whole or not there after a kill, every damaged byte noticed, and every refusal in a sentence."""
 
 from __future__ import annotations
 
 import errno
+import gzip
 import json
+import math
 import os
+import signal
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("polars", reason="polars is not installed: pip install 'heedful[report]'")
+from heedful.store import Damaged, Log, Unwritable, log, write_whole
 
-import polars as pl
+NAMES = ["rows.jsonl", "rows.jsonl.gz"]
 
-from heedful import store
-from heedful.store import AnotherScan, Broken, Damaged, Run, Unwritable
+
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def numbers(one: Log) -> list[int]:
+    return [record["n"] for record in one.records()]
+
+
+def fill(path: Path, count: int = 3) -> Log:
+    made = Log(path)
+    for n in range(count):
+        made.append({"n": n, "text": f"τ = {n / 7}"})
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_records_come_back_in_order_and_any_tool_reads_them(tmp_path, name):
+    made = fill(tmp_path / "new" / name)
+    made.append({"n": 1, "text": "again"}, {"n": 3, "text": "more"})
+    assert numbers(Log(made.path)) == [0, 1, 2, 1, 3]
+    assert made.latest("n")[1,]["text"] == "again" and list(made.latest("n")) == [(0,), (1,), (2,), (3,)]
+    text = gzip.decompress(made.path.read_bytes()) if name.endswith(".gz") else made.path.read_bytes()
+    assert [json.loads(line)["n"] for line in text.splitlines()] == [0, 1, 2, 1, 3]
+    made.replace([{"n": 7}])
+    made.append({"n": 8})
+    assert numbers(made) == [7, 8]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_end_that_was_cut_off_costs_one_record(tmp_path, name):
+    path = tmp_path / name
+    fill(path, 2)
+    before = len(path.read_bytes())
+    fill(path, 1)
+    whole = path.read_bytes()
+    for size in range(before + 1, len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.warns(Damaged, match="its last record is cut off"):
+            assert numbers(Log(path)) == [0, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Log(path).append({"n": 5})
+        assert numbers(Log(path)) == [0, 1, 5]
+    assert path.with_name(name + ".damaged").read_bytes() == whole[before : len(whole) - 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_damaged_byte_is_told_or_changes_nothing(tmp_path, name):
+    """Bytes of a gzip header that hold no data are the only ones that may go unnoticed."""
+    path = tmp_path / name
+    made = fill(path, 3)
+    expected, whole = list(made.records()), path.read_bytes()
+    unnoticed = 0
+    for at in range(len(whole)):
+        damage(path, at)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = list(Log(path).records())
+        unnoticed += not caught
+        assert found == expected if not caught else all(record in expected for record in found)
+        assert len(found) >= 1, "damage in one append costs its neighbour at most"
+        path.write_bytes(whole)
+    assert unnoticed <= 3 * 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_damaged_is_set_aside_and_never_deleted(tmp_path, name):
+    path = tmp_path / name
+    made = fill(path, 1)
+    middle = len(path.read_bytes())
+    fill(path, 2)
+    damage(path, middle + 30)
+    left = path.read_bytes()
+    with pytest.warns(Damaged, match=rf"do not fit their checksum.*set aside as {name}.damaged"):
+        made.append({"n": 9})
+    assert numbers(made) == [0, 1, 9]
+    assert path.with_name(name + ".damaged").read_bytes() in left
+
+
+def test_a_plain_line_without_a_checksum_is_not_believed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 4}\n')
+    with pytest.warns(Damaged):
+        assert numbers(Log(path)) == []
+
+
+def test_appends_of_several_processes_lose_nothing(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    script = "import sys; from heedful.store import Log; log = Log(sys.argv[1])\n"
+    script += "for n in range(20): log.append({'n': n, 'by': sys.argv[2]})"
+    children = [subprocess.Popen([sys.executable, "-c", script, path, str(by)]) for by in range(3)]
+    assert [child.wait() for child in children] == [0, 0, 0]
+    found = [(record["by"], record["n"]) for record in Log(path).records()]
+    assert sorted(found) == sorted((str(by), n) for by in range(3) for n in range(20))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kill -9 is of POSIX")
+def test_a_process_that_is_killed_loses_nothing_that_it_appended(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    script = "import sys; from heedful.store import Log; log = Log(sys.argv[1])\n"
+    script += "for n in range(10**6): log.append({'n': n, 'pad': 'x' * 5000}); print(n, flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, text=True)
+    for _ in range(20):
+        last = int(child.stdout.readline())
+    child.send_signal(signal.SIGKILL)
+    said = child.communicate()[0].split()
+    last = int(said[-1]) if said and said[-1].isdigit() else last
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Damaged)
+        assert numbers(Log(path))[: last + 1] == list(range(last + 1))
+
+
+def test_the_log_needs_the_standard_library_alone(tmp_path):
+    script = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "heedful"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+from heedful.store import Log, provenance
+Log(sys.argv[1]).append(provenance())
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "a.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def full(*given):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    made = fill(tmp_path / "rows.jsonl")
+    page = tmp_path / "page.html"
+    write_whole(page, "old")
+    before = made.path.read_bytes()
+    monkeypatch.setattr(log, "flush", full)
+    with pytest.raises(Unwritable, match="the disk is full"):
+        made.append({"n": 4})
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(page, "new")
+    assert made.path.read_bytes() == before and page.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "page.html"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+def test_a_disk_that_is_really_full_is_said_to_be(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("/dev/full")
+    with pytest.raises(Unwritable, match="the disk is full"):
+        Log(tmp_path / "rows.jsonl").append({"n": 1})
+
+
+# ── the tables of a scan
+
+pl = pytest.importorskip("polars", reason="polars is not installed: pip install 'heedful[report]'")
+
+from heedful.store import scans  # noqa: E402
+from heedful.store.scans import AnotherScan, Broken, Run  # noqa: E402
 
 MANIFEST = {
     "model": "tiny",
@@ -34,7 +199,7 @@ def test_rows_come_back_as_they_went_in_and_in_order(tmp_path):
     run.write("0001", 8, [row(text="0001")])
     run.write("0000", 8, [row(1, 0), row(0, 1, rank90=float("nan")), row(0, 0)])
     found = Run.open(tmp_path / "run").rows()
-    assert found.columns == list(store.ROWS)
+    assert found.columns == list(scans.ROWS)
     assert found.select("text", "layer", "head").rows() == [
         ("0000", 0, 0),
         ("0000", 0, 1),
@@ -42,27 +207,7 @@ def test_rows_come_back_as_they_went_in_and_in_order(tmp_path):
         ("0001", 0, 0),
     ]
     assert found["sigma"][0].to_list() == [1.0, 0.5] and found["decay"][0] is None
-    assert found.schema == store.ROWS
-
-
-def test_a_write_that_fails_leaves_no_part_and_no_draft(tmp_path, monkeypatch):
-    run = Run.begin(tmp_path / "run", MANIFEST)
-
-    def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(records, "_flush", full)
-    with pytest.raises(Unwritable, match="the disk is full"):
-        run.write("0000", 8, [row()])
-    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [tmp_path / "run" / "scan.json"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
-def test_a_disk_that_is_really_full_is_said_to_be(tmp_path, monkeypatch):
-    run = Run.begin(tmp_path / "run", MANIFEST)
-    monkeypatch.setattr(pl.DataFrame, "write_parquet", lambda self, path, **options: Path("/dev/full").write_text("x"))
-    with pytest.raises(Unwritable, match="the disk is full"):
-        run.write("0000", 8, [row()])
+    assert found.schema == scans.ROWS
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -87,8 +232,8 @@ def test_a_refusal_of_the_system_is_named(tmp_path, monkeypatch):
 def test_drafts_of_a_killed_process_are_swept_and_not_read(tmp_path):
     run = Run.begin(tmp_path / "run", MANIFEST)
     run.write("0000", 8, [row()])
-    draft = tmp_path / "run" / "rows" / ".draft-0001-8.parquet.77"
-    draft.write_bytes(b"PAR1 half of")
+    draft = tmp_path / "run" / ".draft-scan.json.77"
+    draft.write_bytes(b"half of")
     assert len(run.rows()) == 1 and run.done() == {("0000", 8)}
     Run.begin(tmp_path / "run", MANIFEST, resume=True)
     assert not draft.exists()
@@ -136,61 +281,18 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
         Run.begin(tmp_path / "thesis.tex", MANIFEST)
 
 
-def damage(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 0x10
-    path.write_bytes(content)
-
-
-def test_any_damaged_byte_is_noticed_before_anything_is_decoded(tmp_path):
-    """Parquet decodes some damaged pages to other numbers, and panics on others."""
-    run = Run.begin(tmp_path / "run", MANIFEST)
-    run.write("0000", 8, [row(0, head) for head in range(8)])
-    part = tmp_path / "run" / "rows" / "0000-8.parquet"
-    whole = part.read_bytes()
-    assert len(pl.read_parquet(part)) == 8  # any tool reads it
-    for at in range(0, len(whole), 11):
-        damage(part, at)
-        with pytest.raises(
-            Broken, match=r"0000-8.parquet: damaged, its bytes do not fit its checksum.*Resume the scan"
-        ):
-            run.rows()
-        part.write_bytes(whole)
-    for length in (0, 1, len(whole) - 40, len(whole) - 1):
-        part.write_bytes(whole[:length])
-        with pytest.raises(Broken, match="damaged"):
-            run.rows()
-    part.write_bytes(whole)
-    assert len(run.rows()) == 8 and run.done() == {("0000", 8)}
-
-
-@pytest.mark.parametrize("table", ["rows", "delta", "thumbnails"])
-def test_a_damaged_part_is_set_aside_with_a_sentence_and_never_deleted(tmp_path, table):
-    run = Run.begin(tmp_path / "run", MANIFEST)
-    part = tmp_path / "run" / table / "0000-8.parquet"
-    for name in ("0000-8.parquet.damaged", "0000-8.parquet.damaged-1"):
-        run.write("0000", 8, [row()], table=table)
-        assert run.done(table) == {("0000", 8)}
-        damage(part, 10)
-        left = part.read_bytes()
-        with pytest.warns(Damaged, match=f"damaged, .* set aside as {name}; its text is measured again"):
-            assert run.done(table) == set()
-        assert part.with_name(name).read_bytes() == left and not part.exists()
-
-
 def test_records_without_a_manifest_are_adopted_by_nobody(tmp_path):
     run = Run.begin(tmp_path / "run", MANIFEST)
     run.write("0000", 8, [row()])
     (tmp_path / "run" / "scan.json").unlink()
     for resume in (False, True):
-        with pytest.raises(AnotherScan, match=r"holds records \(rows/0000-8.parquet\) but no scan.json"):
+        with pytest.raises(AnotherScan, match=r"holds records \(rows.jsonl.gz\) but no scan.json"):
             Run.begin(tmp_path / "run", {**MANIFEST, "model": "other"}, resume=resume)
     assert not (tmp_path / "run" / "scan.json").exists()
 
 
 def test_a_folder_that_a_scan_was_killed_in_before_its_first_record_is_used(tmp_path):
-    for name in ("rows", "delta", "thumbnails"):
-        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "against").mkdir(parents=True)
     (tmp_path / "run" / ".draft-scan.json.7").write_text("{")
     assert Run.begin(tmp_path / "run", MANIFEST).done() == set()
 
@@ -207,27 +309,20 @@ def test_parts_of_another_scan_are_refused_whatever_the_manifest_says(tmp_path, 
     """scan.json of one scan over the rows of another."""
     Run.begin(tmp_path / "run", MANIFEST).write("0000", 8, [row()])
     manifest = tmp_path / "run" / "scan.json"
-    manifest.write_text(json.dumps({"format": store.FORMAT, **MANIFEST, **changed}))
+    manifest.write_text(json.dumps({"format": scans.FORMAT, **MANIFEST, **changed}))
     before = manifest.read_bytes()
-    with pytest.raises(AnotherScan, match=f"rows/0000-8.parquet does not belong to the scan of scan.json: {said}"):
+    with pytest.raises(
+        AnotherScan, match=f"text 0000 at length 8 in rows.jsonl.gz does not belong to the scan of scan.json: {said}"
+    ):
         Run.begin(tmp_path / "run", {**MANIFEST, **changed}, resume=True)
     with pytest.raises(AnotherScan, match=said):
         Run.open(tmp_path / "run").rows()
     assert manifest.read_bytes() == before
 
 
-def test_a_part_under_another_name_is_refused(tmp_path):
-    run = Run.begin(tmp_path / "run", MANIFEST)
-    run.write("0000", 8, [row()])
-    part = tmp_path / "run" / "rows" / "0000-8.parquet"
-    part.rename(part.with_name("0001-8.parquet"))
-    with pytest.raises(AnotherScan, match="it was written as 0000-8"):
-        Run.begin(tmp_path / "run", MANIFEST, resume=True)
-
-
 def test_a_part_of_another_version_is_named(tmp_path, monkeypatch):
     run = Run.begin(tmp_path / "run", MANIFEST)
-    monkeypatch.setitem(store.TABLES, "rows", {"text": pl.String})
+    monkeypatch.setitem(scans.TABLES, "rows", {"text": pl.String})
     run.write("0000", 8, [row()])
     with pytest.raises(Broken, match="has no column 'length'"):
         run.rows()
@@ -242,3 +337,38 @@ def test_a_folder_without_a_manifest_or_with_a_strange_one_is_refused(tmp_path):
     (tmp_path / "scan.json").write_text(json.dumps({"format": 9}))
     with pytest.raises(Broken, match=r"records of form 9, .* Scan again into another folder"):
         Run.open(tmp_path)
+
+
+def test_a_scan_of_an_earlier_version_is_refused_in_a_sentence(tmp_path):
+    """Its tables were Parquet files, a folder each."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "0000-8.parquet").write_bytes(b"PAR1")
+    (tmp_path / "scan.json").write_text(json.dumps({"format": 2, **MANIFEST}))
+    for open_it in (Run.open, lambda folder: Run.begin(folder, MANIFEST, resume=True)):
+        with pytest.raises(Broken, match=r"records of form 2, this version of heedful reads form 3. Scan again"):
+            open_it(tmp_path)
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path):
+    run = Run.begin(tmp_path / "run", MANIFEST)
+    run.write("0000", 8, [row(rank90=float("nan"), rank95=float("-inf"), decay=None, sigma=[float("inf"), 0.1])])
+    found = run.rows().row(0, named=True)
+    assert math.isnan(found["rank90"]) and found["rank95"] == -math.inf and found["decay"] is None
+    assert found["sigma"] == [math.inf, pytest.approx(0.1)]
+
+
+@pytest.mark.parametrize("table", ["rows", "delta", "thumbnails"])
+def test_damage_stops_a_reader_and_is_measured_again(tmp_path, table):
+    run = Run.begin(tmp_path / "run", MANIFEST)
+    path = tmp_path / "run" / f"{table}.jsonl.gz"
+    run.write("0000", 8, [row()], table=table)
+    first = len(path.read_bytes())
+    run.write("0001", 8, [row(text="0001")], table=table)
+    damage(path, first // 2)
+    with pytest.raises(Broken, match=f"{table}.jsonl.gz: bytes 0 to {first} are damaged.*Resume the scan"):
+        getattr(Run.open(tmp_path / "run"), table)()
+    with pytest.warns(Damaged, match=f"set aside as {table}.jsonl.gz.damaged. Its text is measured again"):
+        assert run.done(table) == {("0001", 8)}
+    run.write("0000", 8, [row(head=5)], table=table)
+    run.write("0000", 8, [row(head=6)], table=table)  # the last one counts
+    assert getattr(run, table)()["head"].to_list() == [6, 0] and run.done(table) == {("0000", 8), ("0001", 8)}

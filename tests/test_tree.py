@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heedful as h
-from heedful.kernels.neighbours import reference
+from heedful.kernels.softmax.neighbours import reference
 from heedful.patterns import balanced_tree
 from heedful.testing import CHECKS, Case, DoesNotApply
 from heedful.testing.case import assert_agrees, dense, oracles, with_gradients
@@ -15,6 +15,11 @@ from heedful.testing.flops import FlopCounter
 CHAIN = tuple(range(-1, 39))
 STAR = (-1,) + (0,) * 39
 TREES = {"chain": CHAIN, "star": STAR, "balanced": balanced_tree(40), "apart": (-1,) * 40}
+
+
+def over(parents, radius=2, causal=False):
+    tree = h.Tree(tuple(parents), radius)
+    return h.Softmax(tree & h.Causal() if causal else tree)
 
 
 def hops(parents) -> torch.Tensor:
@@ -32,7 +37,7 @@ def hops(parents) -> torch.Tensor:
 @pytest.mark.parametrize("check", [check for check in CHECKS if "cost" not in check and "compiled" not in check])
 def test_looking_back_keeps_the_contract(check):
     try:
-        CHECKS[check](Case(lambda: h.TreeSoftmax(balanced_tree(300), 2, causal=True), length=300))
+        CHECKS[check](Case(lambda: over(balanced_tree(300), 2, causal=True), length=300))
     except DoesNotApply as why:
         pytest.skip(str(why))
 
@@ -66,8 +71,8 @@ def test_lists_give_softmax_over_the_tree(name, causal, n, m):
         total = weights.sum(-1, keepdim=True)
         return weights / torch.where(total > 0, total, 1) @ v
 
-    attend = h.TreeSoftmax(TREES[name], 2, causal)
-    assert "→ lists" in attend.explain(q, k, v)
+    attend = over(TREES[name], 2, causal)
+    assert "→ neighbours" in attend.explain(q, k, v)
     want = oracles(lambda *x: with_gradients(plain, x, weight), q, k, v, terms=m + 5)
     got = with_gradients(attend, (q, k, v), weight)
     for what, one, other in zip(("output", "grad q", "grad k", "grad v"), got, want, strict=True):
@@ -75,7 +80,7 @@ def test_lists_give_softmax_over_the_tree(name, causal, n, m):
 
 
 def test_pieces_of_any_size_give_the_same(monkeypatch):
-    attend = h.TreeSoftmax(TREES["balanced"], 3)
+    attend = over(TREES["balanced"], 3)
     q, k, v = torch.randn(3, 2, 40, 4, dtype=torch.float64).unbind()
     want = dense(attend, q, k, v)
     for budget in (1, 100, 1000):
@@ -86,7 +91,7 @@ def test_pieces_of_any_size_give_the_same(monkeypatch):
 def test_a_hub_makes_nobody_elses_list_longer():
     """A star of 1000: its centre has 1000 neighbours, everyone else two."""
     q, k, v = torch.randn(3, 1000, 8).unbind()
-    attend = h.TreeSoftmax((-1,) + (0,) * 999, radius=1)
+    attend = over((-1,) + (0,) * 999, radius=1)
     with torch.no_grad(), FlopCounter() as counter:
         attend(q, k, v)
     said = attend.cost(h.Dims.of(q, k, v)).flops
@@ -100,7 +105,7 @@ def test_a_batch_of_trees_is_a_forest():
     for length in (5, None):
         sizes = [5] * 3 if length else [len(tree) for tree in trees]
         packed = [torch.cat([x[row, :, :size] for row, size in enumerate(sizes)], -2) for x in (q, k, v)]
-        out = h.TreeSoftmax(h.forest(trees, length), 2)(*packed).split(sizes, -2)
+        out = over(h.forest(trees, length), 2)(*packed).split(sizes, -2)
         for row, tree in enumerate(trees):
             own = [x[row, :, : len(tree)] for x in (q, k, v)]
             alone = h.Softmax(h.Tree(tuple(tree), 2))(*own)
@@ -109,7 +114,7 @@ def test_a_batch_of_trees_is_a_forest():
 
 
 def test_under_segments_every_sequence_has_the_same_tree():
-    attend = h.TreeSoftmax(balanced_tree(9), 1)
+    attend = over(balanced_tree(9), 1)
     q, k, v = torch.randn(3, 2, 16, 4, dtype=torch.float64).unbind()
     ids = torch.tensor([0] * 9 + [1] * 7)
     assert "positions of their own" in attend.explain(q, k, v, segments=ids)
@@ -127,7 +132,7 @@ def test_tiles_follow_the_tree_too():
 @pytest.mark.parametrize("parents", [(0,), (5, -1), (-3,), (-2, 0)])
 def test_a_bad_parent_is_named(parents):
     with pytest.raises(ValueError, match="parents"):
-        h.TreeSoftmax(parents)
+        h.Tree(parents, 2)
 
 
 def test_a_forest_needs_room_for_its_trees():

@@ -6,6 +6,7 @@ torch, which takes seconds, and `heedful --help` needs neither.
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+from warnings import warn as _warn
 
 if TYPE_CHECKING:
     from heedful.library import *  # noqa: F403
@@ -23,6 +24,11 @@ def __getattr__(name: str):
         if missing.name != f"heedful.{name}":
             raise
     library = import_module("heedful.library")
+    if name in getattr(library, "RENAMED", ()):
+        now = library.RENAMED[name]
+        message = f"heedful.{name} is called heedful.{now} now; the old name goes with the next release."
+        _warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(library, now)
     if name != "__all__" and name not in getattr(library, "__all__", ()):
         raise AttributeError(f"module 'heedful' has no attribute {name!r}")
     globals().update({each: getattr(library, each) for each in library.__all__}, __all__=library.__all__)

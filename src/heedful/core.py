@@ -10,7 +10,6 @@ A @ X, its gradient in V is the product A.mT @ Y, and `operator` gives both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
@@ -21,11 +20,12 @@ from torch import nn
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.row_statistics.reference import by_blocks
 from heedful.kernels.row_statistics.sums import Request, RowSums
-from heedful.operator import AttentionOperator, Walked
+from heedful.operator import AttentionOperator, Products
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
-from heedful.validation import check_inputs, forget_device
+from heedful.validation import forget_device
+from heedful.words import check_takes_words
 
 State = Any
 """What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
@@ -33,7 +33,19 @@ State = Any
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of one call: n queries, m keys, key width d, value width e; `batch` counts heads too."""
+    """The sizes of one call.
+
+    n, m         queries and keys of one sequence
+    d, e         widths of a key and of a value
+    batch        sequences, heads included: rows · heads
+    itemsize     bytes of a number
+    group_size   how many entries of the batch share one sequence of keys and values: heads / kv_heads for grouped
+                 queries, 1 where each has its own. The heads are the last batch axis, so a multiple of the number of
+                 heads means that all heads of a group share theirs
+
+    >>> Dims(n=1024, m=1024, d=64, e=64, batch=9, group_size=3).kv_batch  # 9 heads, 3 KV heads
+    3
+    """
 
     n: int
     m: int
@@ -41,30 +53,95 @@ class Dims:
     e: int
     batch: int = 1
     itemsize: int = 4
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.batch % self.group_size:
+            raise ValueError(f"group_size: {self.group_size}, expected a divisor of batch = {self.batch}.")
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Dims:
-        batch = prod(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
-        return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size())
+        """The sizes of forward(q, k, v). Keys and values count alike: as often as either has a sequence of its own."""
+        own = broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        batch, kv_batch = prod(broadcast_shapes(q.shape[:-2], own)), prod(own)
+        group_size = batch // kv_batch if batch else 1
+        return cls(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], batch, q.element_size(), group_size)
+
+    @property
+    def kv_batch(self) -> int:
+        """How many sequences of keys and values there are: rows · kv_heads."""
+        return self.batch // self.group_size
+
+    def states(self, heads: int = 1) -> int:
+        """How many sums over keys and values a recurrence keeps: one for each sequence of them.
+
+        heads   how many heads turn keys into features, or let them fade, in a way of their own: heads that share their
+                keys then still need a state each
+        """
+        return self.kv_batch * (heads if self.group_size % heads == 0 else 1)
 
     @property
     def io_bytes(self) -> int:
         """Each input read once, the output written once: no implementation moves less."""
-        return self.batch * self.itemsize * (self.n * (self.d + self.e) + self.m * (self.d + self.e))
+        return self.itemsize * (self.d + self.e) * (self.batch * self.n + self.kv_batch * self.m)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a call, such as its scores.
+
+    flops         its part of `Cost.flops`
+    elementwise   how many numbers get a function of their own, such as an exponential; not among the flops
+    """
+
+    name: str
+    flops: int
+    elementwise: int = 0
 
 
 @dataclass(frozen=True)
 class Cost:
     """What one call takes.
 
-    flops   of matrix products and prefix sums, a multiply-add being two
-    bytes   that must move at least
-    state   numbers kept for decoding after m tokens, or None where there is no recurrence
+    flops    of matrix products and prefix sums, a multiply-add being two
+    bytes    that must move at least
+    state    numbers kept for decoding after m tokens, or None where there is no recurrence
+    stages   where the flops go, in the order of the work: they add up to `flops`. One stage, "attention", by default
+
+    >>> Cost.of_stages(Stage("scores", 60), Stage("aggregation", 40), bytes=8).flops
+    100
     """
 
     flops: int
     bytes: int
     state: int | None = None
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", (Stage("attention", self.flops),))
+        total = sum(stage.flops for stage in self.stages)
+        if total != self.flops:
+            raise ValueError(f"stages: they add up to {total:,} flops, expected {self.flops:,}, those of the call.")
+
+    @classmethod
+    def of_stages(cls, *stages: Stage, bytes: int, state: int | None = None) -> Cost:
+        """The cost of stages one after the other; those of one name become one, those of no work are left out."""
+        named: dict[str, Stage] = {}
+        for stage in stages:
+            sofar = named.get(stage.name, Stage(stage.name, 0))
+            named[stage.name] = Stage(stage.name, sofar.flops + stage.flops, sofar.elementwise + stage.elementwise)
+        kept = tuple(stage for stage in named.values() if stage.flops or stage.elementwise)
+        return cls(sum(stage.flops for stage in kept), bytes, state, kept)
+
+
+def softmax_stages(pairs: int, d: int, e: int, weights: str = "softmax") -> tuple[Stage, Stage, Stage]:
+    """The stages of exact attention: q·k of each pair, a weight from each score, and the weighted values.
+
+    pairs     of a query and a key that it sees, over the whole batch
+    weights   the name of the second stage
+    """
+    return Stage("scores", 2 * pairs * d), Stage(weights, 0, pairs), Stage("aggregation", 2 * pairs * e)
 
 
 class Mechanism(nn.Module, ABC):
@@ -121,10 +198,10 @@ class Mechanism(nn.Module, ABC):
         """
         return False
 
-    def products(
-        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """x ↦ A x and y ↦ Aᵀ y. Override where the adjoint has a cheaper form than a gradient in v."""
+    # What measures ask for. Each has a default; a mechanism overrides it where it has something faster.
+
+    def products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
+        """x ↦ A x by `forward`, and y ↦ Aᵀ y by its gradient in v. Override where the adjoint has a cheaper form."""
 
         def adjoint(y: Tensor) -> Tensor:
             batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
@@ -133,13 +210,13 @@ class Mechanism(nn.Module, ABC):
                 out = self(q.detach(), k.detach(), v, segments=segments)
                 return torch.autograd.grad(out, v, y.expand_as(out))[0]
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
         """Sums over the rows of A. Override where rows come cheaper than by the adjoint on unit vectors."""
         n, m = q.shape[-2], k.shape[-2]
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        _, adjoint = self.products(q, k, segments=segments)
+        adjoint = self.products(q, k, segments=segments)[1]
 
         def rows(part: slice) -> Tensor:
             unit = q.new_zeros(n, part.stop - part.start)
@@ -150,21 +227,20 @@ class Mechanism(nn.Module, ABC):
         with as_given(q):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
-    def raised_products(
-        self, q: Tensor, k: Tensor, *, segments: Segments | None = None
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """`products` of 16-bit q and k with float32 columns. Override where that takes less than raising q and k, and
-        give them as `Walked` where they are quicker than products with a large A would be.
+    def materialise(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
+        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`.
+
+        The operator calls it with inputs that it has checked, and without autocast.
         """
+        return self.matrix(q, k, segments=segments)
+
+    def float32_products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
+        """`products` of 16-bit q and k with float32 columns. Override where that needs no float32 copy of q and k."""
         return self.products(q.float(), k.float(), segments=segments)
 
-    def raised_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
-        """`row_sums` of 16-bit q and k, in float32. Override where that takes less than raising q and k."""
+    def float32_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
+        """`row_sums` of 16-bit q and k in float32. Override where that needs no float32 copy of q and k."""
         return self.row_sums(q.float(), k.float(), request, segments=segments)
-
-    def formed(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
-        """A(q, k) in numbers, for measuring. Override where there is a faster way than the definition."""
-        return self.matrix(q, k, segments=segments)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
         """Which backend a call would run on, and why not the others."""
@@ -174,40 +250,8 @@ class Mechanism(nn.Module, ABC):
     def operator(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None, words: Tensor | None = None
     ) -> AttentionOperator:
-        """A(q, k) as a linear operator that is never formed."""
-        if words is not None:
-            return _OnWords(self, words).operator(q, k, segments=segments)
-        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
-        apply, adjoint = self.products(q, k, segments=segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        return AttentionOperator(
-            (*batch, q.shape[-2], k.shape[-2]),
-            q.dtype,
-            q.device,
-            apply,
-            adjoint,
-            lambda: self.matrix(q, k, segments=segments),
-            lambda request: self.row_sums(q, k, request, segments=segments),
-            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
-            lambda: self.formed(q, k, segments=segments),
-            lambda: self._raised(q, k, segments),
-        )
-
-    def _raised(self, q: Tensor, k: Tensor, segments: Segments | None) -> AttentionOperator:
-        """The operator of 16-bit q and k that computes in float32; they are raised where something needs it."""
-        products = self.raised_products(q, k, segments=segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        return AttentionOperator(
-            (*batch, q.shape[-2], k.shape[-2]),
-            torch.float32,
-            q.device,
-            *products,
-            lambda: self.matrix(q.float(), k.float(), segments=segments),
-            lambda request: self.raised_row_sums(q, k, request, segments=segments),
-            None if segments is None else resolve(segments, q.shape[-2], k.shape[-2], q.device),
-            lambda: self.formed(q.float(), k.float(), segments=segments),
-            walked=isinstance(products, Walked),
-        )
+        """A(q, k) as a linear operator that is never materialised."""
+        return AttentionOperator(self if words is None else _OnWords(self, words), q, k, segments)
 
     def _apply(self, fn, recurse=True):  # what `to`, `cuda` and `double` go through
         forget_device(self)
@@ -234,15 +278,6 @@ class _OnWords(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         return self.mechanism.cost(dims)
-
-
-def check_takes_words(mechanism: Mechanism) -> None:
-    """Raise unless `mechanism` takes word ids."""
-    if not mechanism.takes_words():
-        raise TypeError(
-            f"words: given to {type(mechanism).__name__}, which does not take word ids; expected a "
-            "heedful.FixedPattern, or a Mixture or Sum with one among its parts."
-        )
 
 
 class RecurrentMechanism(Mechanism):
@@ -302,8 +337,8 @@ class RecurrentMechanism(Mechanism):
 
             def cost(self, dims):
                 de = dims.d * dims.e
-                flops = dims.batch * (dims.m + 2 * dims.n) * de
-                return h.Cost(flops, dims.io_bytes, state=dims.batch * de)
+                flops = (dims.kv_batch * dims.m + 2 * dims.batch * dims.n) * de
+                return h.Cost(flops, dims.io_bytes, state=dims.kv_batch * de)
 
 
         print(check_mechanism(DotProduct))
@@ -319,7 +354,8 @@ class RecurrentMechanism(Mechanism):
     per_segment       `forward` on each segment by itself: right for any mechanism, one call for each segment
 
     The state is a NamedTuple of tensors that `step` does not change; it returns a new one. It is one size up from its
-    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers.
+    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers. What
+    depends on keys and values alone is kept once for all queries that share them: dims.kv_batch times, not dims.batch.
     """
 
     @abstractmethod

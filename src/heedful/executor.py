@@ -1,73 +1,138 @@
-"""Where work is done: in this process, or spread over a Ray cluster. The answers are the same, and in the same order.
+"""Where tasks run: in this process, in processes of this machine with time limits, or on a Ray cluster.
 
-`make()` gives a worker, a function of one item, once in each process: it may hold a model. Items are whole pieces of
-work that do not know of each other, so that an item whose process was killed is simply done again, elsewhere.
+    pool = Executor("processes", workers=4, limit=lambda item: 300.0)
+    for done in pool.run(make, items):                 # make() returns a function of one item
+        row = done.result()                            # its value, or raises what it raised
+
+`make()` is called once in each process: what it returns may hold a model. An item is a whole piece of work that depends
+on no other, so the results are the same on every engine. A task that raises, takes longer than its limit, or whose
+process dies costs its own result and no other; `Done.error` says what happened and names the task.
 """
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import pickle
+import signal
 import socket
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, get_args
-
-import torch
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Engine = Literal["local", "ray"]
+Engine = Literal["local", "processes", "ray"]
+Make = Callable[[], Callable[[Item], Result]]
 
-RETRIES = 3  # of one item whose worker dies; a worker that dies of the item itself would die for ever
+RETRIES = 3  # of an item whose Ray worker dies; a worker that dies of the item itself would die for ever
 
 
 class EngineFailed(RuntimeError):
-    """The cluster can't be had, or an item's workers died again and again."""
+    """The cluster can't be reached."""
 
 
-def check(engine: str, address: str | None, workers: int | None) -> None:
-    """Refuse what can't be meant, before any work."""
-    if engine not in get_args(Engine):
-        raise ValueError(f"engine: {engine!r}, expected one of {', '.join(get_args(Engine))}.")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers: {workers}, expected 1 or more.")
-    if engine == "local" and (address is not None or workers is not None):
-        given = "address" if address is not None else "workers"
-        raise ValueError(f"{given}: of a Ray cluster, which the local engine does not use. Ask for engine='ray'.")
+class TaskFailed(RuntimeError):
+    """A task that gave no result: its process died, or it took too long.
 
-
-def run(
-    make: Callable[[], Callable[[Item], Result]],
-    items: Iterable[Item],
-    *,
-    engine: Engine = "local",
-    address: str | None = None,
-    workers: int | None = None,
-    gpus: int = 0,
-) -> Iterator[Result]:
-    """The result of each item, in order, as soon as it is there.
-
-    >>> list(run(lambda: lambda x: x * x, [1, 2, 3]))
-    [1, 4, 9]
-
-    engine    "local", or "ray" (needs `pip install 'heedful[ray]'`)
-    address   of a Ray cluster that is running; without it a local one is started, and ended after the last item
-    workers   processes; by default as many as the cluster has room for at this process's number of threads
-    gpus      for each process
-
-    Whoever stops asking stops the work.
+    reason    what happened, without the name of the task
+    seconds   how long it ran, if that is known
     """
-    check(engine, address, workers)
-    if engine == "local":
-        yield from map(make(), items)
-        return
-    with _cluster(address, workers) as ray:
-        yield from _spread(ray, make, items, workers, gpus)
+
+    def __init__(self, task: str, reason: str, seconds: float = 0.0):
+        super().__init__(f"{task}: {reason}")
+        self.reason, self.seconds = reason, seconds
+
+
+@dataclass(frozen=True)
+class Done(Generic[Item, Result]):
+    """What became of an item: a value or an error."""
+
+    item: Item
+    value: Result | None = None
+    error: Exception | None = None
+
+    def result(self) -> Result:
+        """The value; raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """How to run tasks.
+
+    engine    "local": one after another in this process. "processes": spawned on this machine; `make` and the items
+              must be picklable. "ray": actors of a Ray cluster (`pip install 'heedful[ray]'`)
+    workers   processes; by default one for each core, or as many as the cluster has room for
+    address   of a running Ray cluster; without it a local one is started, and ended after the last item
+    gpus      for each worker of a Ray cluster
+    threads   of torch in each process; by default as many as this process has
+    limit     seconds that an item may take, by the item; only "processes" can stop one
+    log       file that takes what processes print; without it they print nothing
+    name      what errors call an item
+    """
+
+    engine: Engine = "local"
+    workers: int | None = None
+    address: str | None = None
+    gpus: int = 0
+    threads: int | None = None
+    limit: Callable[[Any], float] | None = None
+    log: Path | None = None
+    name: Callable[[Any], str] = str
+
+    def __post_init__(self) -> None:
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"engine: {self.engine!r}, expected one of {', '.join(get_args(Engine))}.")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers: {self.workers}, expected 1 or more.")
+        if self.engine == "local" and self.workers is not None:
+            raise ValueError("workers: the local engine has one. Ask for engine='processes' or engine='ray'.")
+        if self.engine != "ray" and self.address is not None:
+            raise ValueError("address: of a Ray cluster. Ask for engine='ray'.")
+        if self.engine != "processes" and self.limit is not None:
+            raise ValueError(f"limit: engine {self.engine!r} can't stop a task. Ask for engine='processes'.")
+
+    def run(
+        self, make: Make[Item, Result], items: Iterable[Item], *, in_order: bool = True
+    ) -> Iterator[Done[Item, Result]]:
+        """What became of each item, as soon as it is known; in the order of the items, or as they end.
+
+        >>> [done.result() for done in Executor().run(lambda: lambda x: x * x, [1, 2, 3])]
+        [1, 4, 9]
+
+        Items are read when a worker is free, and closing the iterator ends the work.
+        """
+        if self.engine == "local":
+            work = make()
+            for item in items:
+                try:
+                    done = Done(item, work(item))
+                except Exception as error:
+                    done = Done(item, error=error)
+                yield done
+        elif self.engine == "processes":
+            yield from _schedule(_Processes(self, make), items, in_order)
+        else:
+            with _cluster(self.address, self.workers) as ray:
+                yield from _schedule(_Actors(self, make, ray), items, in_order)
 
 
 @contextmanager
 def using(threads: int) -> Iterator[None]:
     """Inside, torch splits its operations among so many threads."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -76,64 +141,282 @@ def using(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _spread(ray: Any, make: Callable, items: Iterable[Item], workers: int | None, gpus: int) -> Iterator[Any]:
-    threads = torch.get_num_threads()
-    count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
-    hand = ray.remote(_Hand).options(
-        num_cpus=0 if workers else threads, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES
-    )
-    recipe = ray.put(make)  # sent once, however many workers read it
-    hands = [hand.remote(recipe, threads) for _ in range(count)]
-    idle, waiting, feed = deque(hands), deque[Any](), iter(items)
-    busy: dict[Any, Any] = {}
-    ended = False
+def set_threads(threads: int) -> None:
+    """Bound the threads of torch; before it is imported, by the environment."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+def get_threads() -> int:
+    """Threads that torch uses in this process."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+
+
+# ── scheduling
+
+
+class _Pool(Protocol):
+    size: int
+
+    def is_free(self) -> bool: ...
+
+    def is_busy(self) -> bool: ...
+
+    def start(self, at: int, item: Any) -> None: ...
+
+    def finished(self) -> list[tuple[int, Done]]:
+        """Wait until at least one task ends or makes progress; those that ended, by their number."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _schedule(pool: _Pool, items: Iterable[Any], in_order: bool) -> Iterator[Done]:
+    feed, begun, told, ended = iter(items), 0, 0, False
+    ready: dict[int, Done] = {}
     try:
         while True:
-            # No more items are begun than there are workers and a few: a consumer that stops wastes little.
-            while idle and not ended and len(waiting) < 2 * count:
+            # A result that waits for an earlier one holds back new items: a consumer that stops wastes little.
+            while not ended and pool.is_free() and begun - told < 2 * pool.size:
                 try:
                     item = next(feed)
                 except StopIteration:
                     ended = True
-                    break
-                worker = idle.popleft()
-                answer = worker.work.remote(item)
-                busy[answer] = worker
-                waiting.append(answer)
-            if not waiting:
+                else:
+                    pool.start(begun, item)
+                    begun += 1
+            at = told if in_order else next(iter(ready), told)
+            if at in ready:
+                told += 1
+                yield ready.pop(at)
+            elif pool.is_busy():
+                ready.update(pool.finished())
+            else:
                 return
-            if waiting[0] not in busy:
-                yield _answer(ray, waiting.popleft())
-                continue
-            ready, _ = ray.wait(list(busy), num_returns=1)
-            for answer in ready:
-                idle.append(busy.pop(answer))
     finally:
-        for worker in hands:
-            ray.kill(worker)
+        pool.close()
 
 
-class _Hand:
+# ── processes of this machine
+
+
+class _Processes:
+    def __init__(self, how: Executor, make: Make):
+        self.how, self.size = how, how.workers or cores()
+        self.recipe, self.threads = pickle.dumps(make), how.threads or get_threads()
+        self.workers: list[_Process] = []
+
+    def is_free(self) -> bool:
+        return len(self.workers) < self.size or not all(worker.item for worker in self.workers)
+
+    def is_busy(self) -> bool:
+        return any(worker.item for worker in self.workers)
+
+    def start(self, at: int, item: Any) -> None:
+        idle = next((worker for worker in self.workers if not worker.item), None)
+        if idle is None:
+            idle = _Process(self.recipe, self.threads, self.how.log)
+            self.workers.append(idle)
+        idle.give(at, item)
+
+    def finished(self) -> list[tuple[int, Done]]:
+        busy = [worker for worker in self.workers if worker.item]
+        soonest = min(worker.deadline for worker in busy)
+        ready = wait(
+            [worker.pipe for worker in busy], max(0.0, soonest - time.monotonic()) if soonest < math.inf else None
+        )
+        found: list[tuple[int, Done]] = []
+        for worker in busy:
+            assert worker.item is not None
+            (at, item), message = worker.item, None
+            name = self.how.name(item)
+            try:
+                if worker.pipe in ready:
+                    message = worker.pipe.recv()
+                elif time.monotonic() >= worker.deadline:
+                    limit = worker.deadline - worker.begun
+                    worker.end()
+                    reason = f"it took longer than its limit of {limit:g} s"
+                    found.append((at, Done(item, error=TaskFailed(name, reason, limit))))
+                    continue
+                else:
+                    continue
+            except (EOFError, OSError):
+                worker.end()
+                found.append((at, Done(item, error=TaskFailed(name, f"its process died: {worker.death()}"))))
+                continue
+            if message is None:  # it begins: its time counts from now on
+                limit = math.inf if self.how.limit is None else self.how.limit(item)
+                worker.begun = time.monotonic()
+                worker.deadline = worker.begun + limit
+            else:
+                worker.item = None
+                found.append((at, Done(item, *message)))
+        self.workers = [worker for worker in self.workers if worker.alive]
+        return found
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.end()
+
+
+class _Process:
+    """One process and the item it is at."""
+
+    def __init__(self, recipe: bytes, threads: int, log: Path | None):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, recipe, threads, str(log or os.devnull)), daemon=True
+        )
+        self.process.start()
+        theirs.close()  # so that its end is seen when the process dies
+        self.item: tuple[int, Any] | None = None
+        self.begun, self.deadline = 0.0, math.inf
+        self.alive = True
+
+    def give(self, at: int, item: Any) -> None:
+        self.item, self.deadline = (at, item), math.inf
+        with suppress(OSError):  # it died meanwhile: reading from it tells how
+            self.pipe.send(item)
+
+    def end(self) -> None:
+        """Kill it if it is at an item; else closing the pipe tells it to go."""
+        if self.alive:
+            busy, self.item, self.alive = self.item is not None, None, False
+            self.pipe.close()
+            self.process.join(0.0 if busy else 5.0)
+            self.process.kill()
+            self.process.join()
+
+    def death(self) -> str:
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            return f"{name}, most often for want of memory" if name == "SIGKILL" else name
+        return f"exit code {code}"
+
+
+def _serve(pipe: Connection, recipe: bytes, threads: int, log: str) -> None:
+    """What a process does: read an item, work, answer, until the pipe is closed."""
+    set_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the run ends it
+    _end_with_parent()
+    with open(log, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    work = None
+    while True:
+        try:
+            item = pipe.recv()
+            try:
+                if work is None:
+                    make = pickle.loads(recipe)
+                    set_threads(threads)  # sums are split by it: another number would round otherwise
+                    work = make()
+                pipe.send(None)
+                answer: tuple[Any, Exception | None] = (work(item), None)
+            except Exception as error:
+                answer = (None, _portable(error))
+            sys.stdout.flush()
+            try:
+                pipe.send(answer)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                pipe.send((None, RuntimeError(f"the result can't be sent to another process: {error}")))
+        except (EOFError, OSError):
+            return
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception, or one that says the same if it can't be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can't end its children; they see it go."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ── a Ray cluster
+
+
+class _Actors:
+    def __init__(self, how: Executor, make: Make, ray: Any):
+        threads = how.threads or get_threads()
+        self.size = how.workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
+        self.how, self.ray = how, ray
+        actor = ray.remote(_Actor).options(
+            num_cpus=0 if how.workers else threads, num_gpus=how.gpus, max_restarts=-1, max_task_retries=RETRIES
+        )
+        recipe = ray.put(make)  # sent once, however many workers read it
+        self.actors = [actor.remote(recipe, threads) for _ in range(self.size)]
+        self.idle = deque(self.actors)
+        self.busy: dict[Any, tuple[Any, int, Any]] = {}
+
+    def is_free(self) -> bool:
+        return bool(self.idle)
+
+    def is_busy(self) -> bool:
+        return bool(self.busy)
+
+    def start(self, at: int, item: Any) -> None:
+        actor = self.idle.popleft()
+        self.busy[actor.work.remote(item)] = actor, at, item
+
+    def finished(self) -> list[tuple[int, Done]]:
+        ready, _ = self.ray.wait(list(self.busy), num_returns=1)
+        found = []
+        for answer in ready:
+            actor, at, item = self.busy.pop(answer)
+            self.idle.append(actor)
+            found.append((at, self._done(item, answer)))
+        return found
+
+    def _done(self, item: Any, answer: Any) -> Done:
+        try:
+            return Done(item, self.ray.get(answer))
+        except self.ray.exceptions.RayTaskError as error:
+            return Done(item, error=error.cause)
+        except self.ray.exceptions.RayActorError:
+            reason = (
+                f"its worker died {RETRIES + 1} times. Likely cause: it takes more memory than the machine has; give "
+                "fewer workers or shorter texts."
+            )
+            return Done(item, error=TaskFailed(self.how.name(item), reason))
+
+    def close(self) -> None:
+        for actor in self.actors:
+            self.ray.kill(actor)
+
+
+class _Actor:
     """One process of a cluster."""
 
     def __init__(self, make: Callable[[], Callable], threads: int):
-        torch.set_num_threads(threads)  # sums are split by it: another number would round otherwise
+        set_threads(threads)
         self._work = make()
 
     def work(self, item: Any) -> Any:
         return self._work(item)
-
-
-def _answer(ray: Any, answer: Any) -> Any:
-    try:
-        return ray.get(answer)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayActorError as error:
-        raise EngineFailed(
-            f"a worker died {RETRIES + 1} times over the same piece of work. Likely cause: it takes more memory than "
-            "the machine has; give fewer workers or shorter texts."
-        ) from error
 
 
 def _check_reachable(address: str) -> None:

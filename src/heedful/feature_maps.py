@@ -23,6 +23,8 @@ class FeatureMap(nn.Module, ABC):
 
     kernel_name: str | None = None
     """What fused kernels call this map, where they compute it themselves."""
+    heads: int | None = None
+    """How many heads have a map of their own, heads being the last batch axis; None or 1: one map for all."""
 
     @abstractmethod
     def query(
@@ -243,6 +245,7 @@ class Hedgehog(LogFeatureMap):
         for name, number in (("d", d), ("heads", heads)):
             if number < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {number}.")
+        self.heads = heads
         self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
 
     def log_query(self, x):

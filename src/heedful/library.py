@@ -1,7 +1,10 @@
-"""Every name that `import heedful as h` offers. The package imports this file when the first is asked for."""
+"""Every name that `import heedful as h` offers. The package imports this file when the first is asked for.
+
+A name that was renamed works for one release more, with a warning: it stands in `RENAMED`.
+"""
 
 from heedful import nn, segments, testing, theory
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, group_heads
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, group_heads
 from heedful.feature_maps import (
     Cos,
     CosFormer,
@@ -17,6 +20,7 @@ from heedful.feature_maps import (
 )
 from heedful.kernels.dispatch import backend
 from heedful.measures import (
+    SearchOptions,
     concentration,
     decay_exponent,
     effective_rank,
@@ -54,7 +58,7 @@ from heedful.mechanisms import (
     TreeSoftmax,
     TruncatedSVD,
     build,
-    identity,
+    no_activation,
     relu2,
 )
 from heedful.operator import AttentionOperator
@@ -71,6 +75,7 @@ from heedful.patterns import (
     Tree,
     Window,
     forest,
+    reach,
 )
 from heedful.random_features import FavorPlus, FavorPlusPlus, FavorSharp, ReluFeatures, Trig
 from heedful.validation import check_finite
@@ -116,8 +121,10 @@ __all__ = [
     "Relu",
     "ReluFeatures",
     "Retention",
+    "SearchOptions",
     "Softmax",
     "SparseFixed",
+    "Stage",
     "Strided",
     "StridedSoftmax",
     "Sum",
@@ -141,9 +148,10 @@ __all__ = [
     "forest",
     "group_heads",
     "head_measures",
-    "identity",
     "nn",
+    "no_activation",
     "positional_pattern",
+    "reach",
     "relu2",
     "row_statistics",
     "segments",
@@ -154,3 +162,6 @@ __all__ = [
     "testing",
     "theory",
 ]
+
+RENAMED = {"identity": "no_activation"}
+"""Old names and what they are called now; `heedful.__getattr__` warns."""

@@ -172,12 +172,22 @@ def per_segment(
     v: Float[Tensor, "*#b m e"],
     segments: Segments,
     learned: Iterable[Tensor] = (),
+    *,
+    together: bool = False,
 ) -> Float[Tensor, "*b n e"]:
     """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment.
 
-    learned   parameters that `attend` reads: where no query sees a key, their gradients are zeros
+    learned    parameters that `attend` reads: where no query sees a key, their gradients are zeros
+    together   each call gets all heads, since `attend` has something for each. Where heads have segments of their own,
+               it runs under those of one head after the other, and only the rows of that head are used
     """
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if together and differ_by_head(segments):
+        rows, learned = [], list(learned)
+        for head in range(batch[-1]):
+            queries, keys = (ids if ids.ndim < 2 else ids[..., None, :] for ids in of_head(segments, head))
+            rows.append(per_segment(attend, q, k, v, (queries, keys), learned)[..., head, :, :])
+        return torch.stack(rows, -3)
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
     out, attended = q.new_zeros(*batch, q.shape[-2], v.shape[-1]), False

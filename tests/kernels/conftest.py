@@ -22,7 +22,7 @@ def small_tiles(monkeypatch):
         small_ones = {kind: dict.fromkeys(x, small) for kind, x in getattr(launches, table).items()}
         monkeypatch.setattr(launches, table, small_ones)
     monkeypatch.setattr(launching, "empty", poisoned)
-    monkeypatch.setattr(launches, "PLANS", {})
+    monkeypatch.setattr(launches, "SETUPS", launching.LaunchCache())
     return launches
 
 

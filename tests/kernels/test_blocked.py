@@ -42,7 +42,7 @@ def inputs(n=41, m=41, batch=(2, 3), seed=0):
 
 def assert_agrees(mechanism, q, k, v, segments):
     out, dense = mechanism(q, k, v, segments=segments), mechanism.matrix(q, k, segments=segments)
-    torch.testing.assert_close(mechanism.formed(q, k, segments=segments), dense.detach())
+    torch.testing.assert_close(mechanism.materialise(q, k, segments=segments), dense.detach())
     assert torch.allclose(out, dense @ v, rtol=0, atol=1e-12)
     grad = torch.randn_like(out)
     wanted = [q, k, v, *mechanism.parameters()]
@@ -140,11 +140,11 @@ def test_nan_in_padding_reaches_neither_adjoint_nor_matrix():
     q, k, _ = (x.detach() for x in inputs())
     y = torch.randn(2, 3, 41, 5, dtype=torch.float64)
     clean = h.Softmax(h.Window(9)).operator(q, k, segments=PACKED)
-    expected = clean.mT @ y.masked_fill((PACKED < 0)[..., None], 0), clean.form()
+    expected = clean.mT @ y.masked_fill((PACKED < 0)[..., None], 0), clean.materialise()
     for x in (q := q.clone(), k := k.clone(), y):
         x.masked_fill_((PACKED < 0)[..., None], torch.nan)
     dirty = h.Softmax(h.Window(9)).operator(q, k, segments=PACKED)
-    assert torch.equal(dirty.mT @ y, expected[0]) and torch.equal(dirty.form(), expected[1])
+    assert torch.equal(dirty.mT @ y, expected[0]) and torch.equal(dirty.materialise(), expected[1])
 
 
 def test_work_follows_the_pattern():

@@ -13,9 +13,11 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 import heedful as h  # noqa: E402
+from heedful.kernels import dispatch  # noqa: E402
 from heedful.kernels.chunked_linear import groups, reference  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState  # noqa: E402
 from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
+from heedful.kernels.linear_attention import LinearCall, linear_attention  # noqa: E402
 
 
 def _triton_form():
@@ -239,7 +241,7 @@ def small(form, monkeypatch):
         for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
             monkeypatch.setattr(groups, name, size)
     else:
-        monkeypatch.setattr(form.launches, "PLANS", {})
+        monkeypatch.setattr(form.launches, "SETUPS", form.launching.LaunchCache())
         monkeypatch.setattr(form.launching, "empty", poisoned)
         monkeypatch.setattr(form.launches, "span", lambda n, rows: 64)
 
@@ -452,10 +454,10 @@ def test_short_sequences_take_one_launch_each_way(monkeypatch):
 
     real, keys = fused.launches.launch, []
 
-    def launch(plan, key, *rest):
-        if not parallel_compile.UNDER_WAY.get():  # a first call compiles before it launches
+    def launch(setup, key, *rest):
+        if not parallel_compile.COMPILING.get():  # a first call compiles before it launches
             keys.append(key)
-        return real(plan, key, *rest)
+        return real(setup, key, *rest)
 
     monkeypatch.setattr(fused.launches, "launch", launch)
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 2, 100, 8, 8, dtype=torch.float32))
@@ -465,46 +467,77 @@ def test_short_sequences_take_one_launch_each_way(monkeypatch):
     assert len(keys) == 2
 
 
-def test_inputs_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
+@pytest.fixture
+def on_triton(monkeypatch):
+    """Linear attention that finds Triton's interpreter, with small tiles and nothing cached."""
     fused = _triton_form()
     small(fused, monkeypatch)
+    monkeypatch.setattr(dispatch, "triton_unavailable", lambda q: [])
+    monkeypatch.setattr(linear_attention, "decisions", {})
+    return fused
+
+
+def test_the_second_call_of_a_kind_goes_straight_to_its_launches(on_triton, monkeypatch):
+    fused, asked = on_triton, []
+    real = fused.objections
+    monkeypatch.setattr(fused, "objections", lambda *x, **y: asked.append(1) or real(*x, **y))
     q, k, v = draw(1, 2, 2, 70, 8, 16, dtype=torch.float32)
-    options = "elu1", True, True
-    assert fused.again(q, k, v, *options) is None
-    want, _ = fused.chunked_linear(q, k, v, feature="elu1")
-    assert torch.equal(fused.again(q, k, v, *options), want)
-    assert torch.equal(h.Linear(h.Elu1())._again(q, k, v), want)
-    with h.backend("torch"):
-        assert h.Linear(h.Elu1())._again(q, k, v) is None
-    assert h.Linear(h.Relu())._again(q, k, v) is None
-    fading = h.Retention(0.9, normalise=True).to(DEVICE)
-    assert fading._again(q, k, v) is None
-    want, _ = fused.chunked_linear(q, k, v, feature="elu1", log_decay=fading.log_lambda.expand(2).float())
-    for _ in range(2):
-        assert torch.equal(fading._again(q, k, v), want)
-    fading.log_lambda.mul_(2)
-    assert not torch.equal(fading._again(q, k, v), want)  # a decay written to is read anew
-    turned = h.Linear(h.CosFormer(100))
-    assert turned._again(q, k, v) is None
+    fading, turned = h.Retention(0.9, normalise=True).to(DEVICE), h.Linear(h.CosFormer(100))
     angles = torch.arange(70, device=DEVICE)[None] * (torch.pi / 200)
-    want, _ = fused.chunked_linear(q, k, v, feature="relu", angles=angles)
-    assert distance(turned._again(q, k, v), want) < 1e-6
-    apart = [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]
-    unaligned = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in (q, k, v)]
-    for inputs in ([x[:, :, :-1] for x in (q, k, v)], [q, *apart[1:]], unaligned, [x.double() for x in (q, k, v)]):
-        assert fused.again(*inputs, *options) is None
+    lam = fading.log_lambda.expand(2).float()
+    for attend, options in (
+        (h.Linear(h.Elu1()), dict(feature="elu1")),
+        (fading, dict(feature="elu1", log_decay=lam)),
+        (turned, dict(feature="relu", angles=angles)),
+    ):
+        want, _ = fused.chunked_linear(q, k, v, **options)
+        asked.clear()
+        first = attend(q, k, v)
+        assert asked == [1]
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "chunked_linear", None)
+            second = attend(q, k, v)
+        assert asked == [1]
+        assert torch.equal(first, second) and distance(second, want) < 1e-6
+        assert attend.explain(q, k, v).endswith("→ chunked_linear/triton")
+    with h.backend("torch"):
+        assert turned.explain(q, k, v).endswith("→ chunked_linear/torch")
+        assert distance(turned(q, k, v), want) < 1e-5
+    fading.log_lambda.mul_(2)
+    want, _ = fused.chunked_linear(q, k, v, feature="elu1", log_decay=2 * lam)
+    assert torch.equal(fading(q, k, v), want)  # a decay written to is read anew
+
+
+def test_inputs_of_another_kind_are_asked_about(on_triton, monkeypatch):
+    attend, asked = h.Linear(h.Elu1()), []
+    real = on_triton.objections
+    monkeypatch.setattr(on_triton, "objections", lambda *x, **y: asked.append(1) or real(*x, **y))
+    q, k, v = draw(1, 2, 2, 70, 8, 16, dtype=torch.float32)
+    attend(q, k, v)
+    others = [
+        ("shorter", [x[:, :, :-1] for x in (q, k, v)]),
+        ("another dtype", [x.bfloat16() for x in (q, k, v)]),
+        ("another width", [q, k, v[..., :4]]),
+    ]
+    for name, inputs in others:
+        asked.clear()
+        want = attend.matrix(*(x.double() for x in inputs[:2])) @ inputs[2].double()
+        assert distance(attend(*inputs), want) < 2e-2
+        assert asked == [1], name
+    decisions = len(linear_attention.decisions)
+    with torch.no_grad():
+        attend(*[x.clone().requires_grad_() for x in (q, k, v)])
+    assert len(linear_attention.decisions) == decisions + 1
 
 
 @pytest.mark.parametrize("learning", ["qkv", "v", "qk"])
-def test_gradients_of_inputs_taken_before(learning, monkeypatch):
-    fused = _triton_form()
-    small(fused, monkeypatch)
+def test_gradients_of_a_second_call(learning, on_triton):
     inputs = draw(1, 2, 2, 70, 8, 16, dtype=torch.float32)
     for name, x in zip("qkv", inputs, strict=True):
         x.requires_grad_(name in learning)
     leaves = [x for x in inputs if x.requires_grad]
-    want, _ = fused.chunked_linear(*inputs, feature="elu1")
-    got = fused.again(*inputs, "elu1", True, True)
+    attend = h.Linear(h.Elu1())
+    want, got = attend(*inputs), attend(*inputs)
     g = torch.randn_like(want)
     for x, y in zip(torch.autograd.grad(got, leaves, g), torch.autograd.grad(want, leaves, g), strict=True):
         assert torch.equal(x, y)
@@ -525,12 +558,11 @@ def test_features_turned_in_the_kernel_are_those_given_to_it(pattern, segments, 
     (q, k, v), options = build(n=100, H=2, Hkv=1, segments=segments)
     ids = None if segments is None else options["segments"][:, None]
     attend = h.Linear(h.CosFormer(100), pattern)
-    _, inner = attend._kernel_inputs(q, k, v, ids)
-    assert inner["feature"] == "relu"
+    assert LinearCall(q, k, v, attend._options(), ids).chunks[1]["feature"] == "relu"
     assert "features are made in the kernel" in h.backend.explain(attend, q, k, v, segments=ids)
     turned, state = attend.prefill(q, k, v, segments=ids)
-    monkeypatch.setattr(attend, "_turned", lambda: None)
-    assert attend._kernel_inputs(q, k, v, ids)[1]["feature"] == "identity"
+    monkeypatch.setattr(h.Relu, "kernel_name", None)
+    assert LinearCall(q, k, v, attend._options(), ids).chunks[1]["feature"] == "identity"
     given, last = attend.prefill(q, k, v, segments=ids)
     for x, y in zip((turned, state.S, state.z), (given, last.S, last.z), strict=True):
         assert distance(x, y) < 1e-12

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels import dispatch
 from heedful.kernels.dispatch import Kernel
-from heedful.kernels.fixed_heads import reference
+from heedful.kernels.fixed_heads import fixed_heads, reference
 from heedful.kernels.fixed_heads.reference import KINDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,16 +64,24 @@ def test_every_element_is_written(monkeypatch):
     assert torch.equal(form.fixed_heads(v, KINDS, 300), wanted)
 
 
-def test_values_of_a_kind_taken_before_are_not_asked_about_again(monkeypatch):
-    form = triton_form()
-    monkeypatch.setattr(form, "PLANS", {})
+def test_the_second_call_of_a_kind_goes_straight_to_its_launches(monkeypatch):
+    form, asked = triton_form(), []
+    real = form.objections
+    monkeypatch.setattr(form, "SETUPS", form.LaunchCache())
+    monkeypatch.setattr(form, "objections", lambda *x: asked.append(1) or real(*x))
+    monkeypatch.setattr(dispatch, "triton_unavailable", lambda v: [])
+    monkeypatch.setattr(fixed_heads, "decisions", {})
     v = torch.randn(1, len(KINDS), 50, 4, device=DEVICE)
-    assert form.again(v, KINDS, 50) is None
     wanted = form.fixed_heads(v, KINDS, 50)
-    assert torch.equal(form.again(v, KINDS, 50), wanted)
-    assert form.again(v, KINDS, 49) is None
-    assert form.again(v, KINDS[:3], 50) is None
-    assert form.again(v.clone().requires_grad_(), KINDS, 50) is None
+    with monkeypatch.context() as patch:
+        assert torch.equal(fixed_heads(v, KINDS, 50), wanted)
+        patch.setattr(form, "fixed_heads", None)
+        assert torch.equal(fixed_heads(v, KINDS, 50), wanted)
+    assert asked == [1]
+    assert torch.equal(fixed_heads(v, KINDS, 49), wanted[:, :, 1:])
+    assert asked == [1, 1]
+    (grad,) = torch.autograd.grad(fixed_heads(v.requires_grad_(), KINDS, 50).sum(), v)
+    assert grad.shape == v.shape
 
 
 def test_a_mixture_runs_its_fixed_heads_together(monkeypatch):

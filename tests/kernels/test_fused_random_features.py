@@ -10,6 +10,7 @@ from bounds import within_bounds
 
 import heedful as h
 from heedful.kernels.dispatch import Backend
+from heedful.kernels.linear_attention import linear_attention
 from heedful.kernels.random_features import random_features, reference
 
 ON_GPU = torch.cuda.is_available()
@@ -193,9 +194,10 @@ def test_a_mechanism_that_uses_it_is_the_same_mechanism(name, monkeypatch):
     with h.backend("torch"):
         assert "was asked for" in h.backend.explain(attend, q, k, v)
         want = attend(q, k, v)
+    monkeypatch.setattr(linear_attention, "decisions", {})
     backend = Backend("triton", form.random_features, form.objections)
     monkeypatch.setitem(random_features.backends, "triton", backend)
-    assert h.backend.explain(attend, q, k, v).endswith("→ triton")
+    assert h.backend.explain(attend, q, k, v).endswith("→ random_features/triton")
     assert distance(attend(q, k, v), want) < 2e-5
     segments = torch.zeros(1, 1, 20, dtype=torch.long, device=DEVICE)
     assert "no segments" in h.backend.explain(attend, q, k, v, segments=segments)
@@ -209,6 +211,7 @@ def test_what_is_kept_of_a_projection_follows_it(monkeypatch):
     """The kernel's own copy of W is made once, and again when the map draws other rows, is fitted or replaced."""
     form = _triton_form()
     shrink(form, monkeypatch)
+    monkeypatch.setattr(linear_attention, "decisions", {})
     monkeypatch.setitem(random_features.backends, "triton", Backend("triton", form.random_features, form.objections))
     q, k, v = torch.randn(3, 1, 1, 20, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE).unbind()
     phi = h.FavorPlusPlus(8, 20).to(DEVICE)

@@ -14,8 +14,9 @@ if not ON_GPU:
 
 import heedful as h  # noqa: E402
 import heedful.kernels.gated_linear as gated_package  # noqa: E402
+from heedful.kernels import dispatch  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState, chunked_linear  # noqa: E402
-from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
+from heedful.kernels.dispatch import Backend  # noqa: E402
 from heedful.kernels.gated_linear import gated_linear as gated_linear_kernel  # noqa: E402
 from heedful.kernels.gated_linear import reference  # noqa: E402
 from heedful.kernels.gated_linear.reference import gated_linear  # noqa: E402
@@ -221,7 +222,7 @@ def blocked(form, monkeypatch, block):
 def form(monkeypatch):
     """The Triton form with chunks of two blocks, so that a few dozen tokens make several."""
     form = _triton_form()
-    monkeypatch.setattr(form, "PLANS", {})
+    monkeypatch.setattr(form, "SETUPS", form.launching.LaunchCache())
     blocked(form, monkeypatch, 16)
     monkeypatch.setattr(form, "span", lambda n, rows: 32)
     monkeypatch.setattr(form.launching, "empty", poisoned)
@@ -300,7 +301,7 @@ def test_every_block_and_chunk_gives_the_same(form, monkeypatch):
     inputs, options = build(n=150, H=1, kind="shut")
     want = outcome(gated_linear, inputs, options, torch.float64)
     for block, span in ((32, 64), (64, 128)):
-        monkeypatch.setattr(form, "PLANS", {})
+        monkeypatch.setattr(form, "SETUPS", form.launching.LaunchCache())
         blocked(form, monkeypatch, block)
         monkeypatch.setattr(form, "span", lambda n, rows, span=span: span)
         check(outcome(form.gated_linear, inputs, options, torch.float32), want, inputs)
@@ -311,7 +312,7 @@ def test_every_block_and_chunk_gives_the_same(form, monkeypatch):
 def test_no_product_has_fewer_than_16_columns_for_four_warps(r, e, dtype, monkeypatch):
     """Of narrower ones Triton may read shared memory where there is none; four warps take 64 channels."""
     form, seen = _triton_form(), []
-    monkeypatch.setattr(form, "PLANS", {})
+    monkeypatch.setattr(form, "SETUPS", form.launching.LaunchCache())
     monkeypatch.setattr(form.launching, "launch", lambda ready, key, pointers, describe: seen.append(describe()))
     q, k, v, g = (torch.zeros(1, 1, 40, w, dtype=dtype, requires_grad=True) for w in (r, r, e, r))
     form.gated_linear(q, k, v, log_decay=g)[0].sum().backward()
@@ -380,7 +381,8 @@ def test_gates_that_learn_nothing_cost_nothing_in_triton(form):
 def test_the_mechanism_runs_on_triton(form, monkeypatch):
     attend = h.GatedLinear(16, 2, normalise=True).to(DEVICE)
     q, k, v = (x.float() for x in build(n=50)[0][:3])
-    kernel = Kernel("gated_linear", Backend("triton", form.gated_linear, form.objections))
-    want = attend(q, k, v)
-    monkeypatch.setattr(h.GatedLinear, "kernel", kernel)
+    with h.backend("torch"):
+        want = attend(q, k, v)
+    monkeypatch.setattr(dispatch, "triton_unavailable", lambda q: [])
+    assert attend.explain(q, k, v).endswith("→ gated_linear/triton")
     torch.testing.assert_close(attend(q, k, v), want, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 import heedful as h  # noqa: E402
+from heedful.kernels.linear_attention import LinearCall  # noqa: E402
 from heedful.kernels.random_features import reference  # noqa: E402
 from heedful.segments import from_lengths  # noqa: E402
 
@@ -93,7 +94,7 @@ def test_rows_far_below_the_largest_key_are_taken_in_log_space(case, launches, m
         pytest.skip("where nothing is causal there are three launches")
     if launches > 1 and "ids" in options and not ON_GPU:
         pytest.skip("an interpreted row takes long, and the rows are the same however chunks are joined")
-    for name, value in (("joined", lambda *_: launches), ("span", lambda *_: 64), ("PLANS", {})):
+    for name, value in (("joined", lambda *_: launches), ("span", lambda *_: 64), ("SETUPS", launching.LaunchCache())):
         monkeypatch.setattr(given.launches, name, value)
     n, r, e, H = 70 if ON_GPU else 7, 20, 5, 2
     KV, ids = options.pop("KV", H), options.pop("ids", None)
@@ -149,7 +150,7 @@ def test_packed_and_padded_calls_at_large_logits(name, kind, n, d):
 
     def fused(*tokens):
         tokens = [x.masked_fill(ids[:, None, :, None] < 0, 0) for x in tokens]
-        inputs, options = mechanism._kernel_inputs(*tokens, ids[:, None])
+        inputs, options = LinearCall(*tokens, mechanism._options(), ids[:, None]).chunks
         assert not given.objections(*inputs, **options)
         return given.chunked_linear(*inputs, **options)[0]
 

@@ -46,6 +46,22 @@ def test_both_forms_give_the_step_of_float64(form, feature, normalise, fade):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("feature", ["elu1", "exp"])
+@pytest.mark.parametrize(
+    ("queries", "own"),
+    [((2, 3, 4), (2, 3, 1)), ((4, 2, 3), (2, 3)), ((2, 3), (2, 3)), ((4, 2, 3, 2), (1, 2, 3, 1))],
+    ids=["last axis shared", "first axis shared", "none shared", "both shared"],
+)
+def test_queries_that_share_keys_share_a_state(feature, queries, own):
+    given = inputs(feature, True, batch=queries)[0], *inputs(feature, True, batch=own)[1:]
+    out, *states = form.linear_step(*given, feature=feature)
+    wanted, *after = reference.linear_step(*map(wide, given), feature=feature)
+    assert (out - wanted).norm() <= 2e-6 * wanted.norm()
+    for have, want in zip(states, after, strict=True):
+        assert have is want or (have.shape == want.shape and (have - want).norm() <= 2e-6 * want.norm())
+
+
+@torch.no_grad()
 def test_heads_may_share_their_inputs():
     q, k, v, S, z, _, length = inputs("elu1", True)
     given = q, k[:1, :1], v[:, :1], S, z, None, length

@@ -58,7 +58,7 @@ def test_a_cpu_runs_it_and_keeps_no_features():
     n, r = 16384, 256
     mechanism = h.Linear(h.FavorPlus(16, r), h.Causal())
     q, k, v = torch.randn(3, 1, 2, n, 16).unbind()
-    assert mechanism.explain(q, k, v).endswith("→ groups")
+    assert mechanism.explain(q, k, v).endswith("→ random_features/cpu_groups")
     features = 2 * n * r * q.element_size()
     assert allocated(lambda: mechanism(q, k, v)).peak < features / 2
 
@@ -66,8 +66,7 @@ def test_a_cpu_runs_it_and_keeps_no_features():
 def test_float64_inputs_are_not_rounded_by_float32_projections():
     mechanism = h.Linear(h.FavorPlus(4, 8), h.Causal())
     q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64).unbind()
-    _, given, options = mechanism._fused(q, k, v, None)
-    assert any("float32" in said for said in random_features.refuses("groups", *given, **options))
+    assert "random_features/cpu_groups: projections in torch.float32 would round" in mechanism.explain(q, k, v)
     torch.testing.assert_close(mechanism(q, k, v), mechanism.matrix(q, k) @ v, rtol=1e-10, atol=1e-12)
 
 

@@ -82,6 +82,6 @@ def test_what_it_cannot_take_it_says(fused):
         return " ".join(fused.objections(q, q, rows, h.Causal(), segments, 0.3, request))
 
     assert said() == ""
-    assert "only a softmax" in said(rows=h.Quadratic(h.identity, h.Full()).rows())
+    assert "only a softmax" in said(rows=h.Quadratic(h.no_activation, h.Full()).rows())
     assert said(segments=pair) == ""
     assert "separate segments" in said(segments=pair, request=Request(bands=((0, 1),)))

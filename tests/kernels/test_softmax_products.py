@@ -32,7 +32,7 @@ def products(monkeypatch, small_tiles):
 @pytest.fixture
 def reached(monkeypatch, products):
     """`products`, and the dispatcher taken in: it finds the interpreted kernels within reach."""
-    monkeypatch.setattr(dispatch, "out_of_reach", lambda q: [])
+    monkeypatch.setattr(dispatch, "triton_unavailable", lambda q: [])
     return products
 
 
@@ -175,7 +175,7 @@ def test_the_raised_operator_keeps_q_and_k(reached, case, monkeypatch):
     """`float()` gives an operator in float32, linear and self-adjoint to float32's rounding, that raises nothing."""
     q, k, mechanism, segments = built(case)
     op = mechanism.operator(q, k, segments=segments).float()
-    assert op.dtype == op.mT.dtype == torch.float32 and op.walked and op.mT.walked
+    assert op.dtype == op.mT.dtype == torch.float32 and op.fused and op.mT.fused
     a = mechanism.matrix(q.double(), k.double(), segments=segments)
     assert error(op.to_dense(), a) < 1e-6
     with monkeypatch.context() as patch:
@@ -201,9 +201,9 @@ def test_what_is_certain_of_the_spectrum_stays_so(reached, monkeypatch):
     monkeypatch.setattr(search, "pays_to_form", lambda op: False)
     q, k = inputs((), 200, 16)
     q = 2 * q
-    found = h.spectrum(h.Softmax().operator(q, k), 6, tau=0.9, budget=200)
+    found = h.spectrum(h.Softmax().operator(q, k), 6, tau=0.9, search=h.SearchOptions(200))
     with h.backend("torch"):
-        raised = h.spectrum(h.Softmax().operator(q.float(), k.float()), 6, tau=0.9, budget=200)
+        raised = h.spectrum(h.Softmax().operator(q.float(), k.float()), 6, tau=0.9, search=h.SearchOptions(200))
     torch.testing.assert_close(found.values, raised.values, rtol=1e-6, atol=0)  # from the same starts
     exact = torch.linalg.svdvals(h.Softmax().matrix(q.double(), k.double())).cpu()
     assert (found.values[:6].cpu() <= exact[:6] * (1 + 1e-6)).all()
@@ -244,21 +244,22 @@ def test_without_a_gpu_q_and_k_are_raised():
     raised, op = h.Softmax().operator(q.float(), k.float()), h.Softmax().operator(q, k).float()
     assert torch.equal(op @ x, raised @ x)
     assert torch.equal(op.mT @ x, raised.mT @ x)
-    assert torch.equal(op.form(), raised.form())
+    assert torch.equal(op.materialise(), raised.materialise())
 
 
-def test_a_large_head_is_walked_rather_than_formed(reached, monkeypatch):
-    """On a GPU, which forms as large a head whose products are not walked."""
+def test_fused_products_are_preferred_to_a_large_matrix(reached, monkeypatch):
+    """On a GPU, which materialises as large a head whose products are not fused."""
     from heedful.measures import search
 
     class OnGpu:
         def __init__(self, op, n):
-            self.shape, self.walked, self.device = (n, n), op.walked, torch.device("cuda")
+            self.shape, self.fused, self.device = (n, n), op.fused, torch.device("cuda")
+            self.entries = n * n
 
     q, k = inputs((), 40, 16)
-    walked = h.Softmax().operator(q, k).float()
+    fused = h.Softmax().operator(q, k).float()
     with h.backend("torch"):
         raised = h.Softmax().operator(q, k).float()
-    assert walked.walked and not raised.walked and not h.Softmax().operator(q, k).walked
-    assert [search.pays_to_form(OnGpu(walked, n)) for n in (4096, 8192)] == [True, False]
+    assert fused.fused and not raised.fused and not h.Softmax().operator(q, k).fused
+    assert [search.pays_to_form(OnGpu(fused, n)) for n in (4096, 8192)] == [True, False]
     assert [search.pays_to_form(OnGpu(raised, n)) for n in (8192, 16384)] == [True, False]

@@ -66,6 +66,25 @@ def test_two_intervals_are_the_pattern(pattern):
             assert (count(inside(found, n, m, -3, 1).rows, j, -1) == want * near).all()
 
 
+def test_a_cap_far_above_the_scores_changes_little(kernels):
+    """cap · tanh(x / cap) by exponentials alone loses the digits of a small x: 1e-6 here, more than x itself rounds."""
+    inputs = [x.float() for x in draw(batch=(1,), n=24, d=16)]
+    scale, cap = 0.01, 200.0
+    truth = h.Softmax(h.Full(), scale=scale, softcap=cap).matrix(inputs[0].double(), inputs[1].double())
+    found = kernels[0].attend(*inputs, SoftmaxRows(softcap=cap), h.Full(), None, scale)
+    assert distance(found.double(), truth @ inputs[2].double()) < 4e-7
+
+
+def test_the_adjoint_where_only_queries_and_segments_have_a_batch_axis(kernels):
+    fused, _ = kernels
+    q, k, y = draw(batch=(2, 3), keys=(1, 1), n=49, d=16)
+    segments, pattern = segments_of("packed", 1), h.Window(9, sinks=2)
+    y = y.expand(2, 3, -1, -1)
+    a = h.Softmax(pattern).matrix(q, k, segments=segments)
+    found = fused.adjoint(q.float(), k.float(), y.float(), SoftmaxRows(), pattern, segments, 16**-0.5)
+    assert distance(found.double(), a.mT @ y) < 1e-6
+
+
 def test_what_two_intervals_can_not_say():
     strange = [h.Strided(3), h.Blocks(4) | h.Window(2), h.Blocks(4) & h.Window(2, sinks=1), h.Global((2,))]
     strange += [h.Blocks(4) & h.Blocks(6), h.Window(3, 3) | (h.Global((0,)) & h.Causal()), h.SparseFixed(4)]

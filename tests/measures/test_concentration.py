@@ -17,7 +17,7 @@ MECHANISMS = [
     h.Softmax(h.Causal()),
     h.Softmax(h.Full(), scale=2.0),
     h.Softmax(h.Window(7), sink=torch.tensor(1.0)),
-    h.Quadratic(h.identity, h.Causal(), normalise=None),
+    h.Quadratic(h.no_activation, h.Causal(), normalise=None),
     h.Quadratic(pattern=h.Full()),
     h.Linear(),
     h.Linear(h.Identity(), normalise=False),
@@ -69,7 +69,8 @@ def test_rows_that_sum_to_one_have_the_inverse_of_the_frobenius_norm():
 def test_scale_changes_nothing_and_participation_counts(scale, n, seed):
     q, k = inputs(n, n, seed)
     one, other = (
-        h.concentration(h.Quadratic(h.identity, h.Full(), scale=s, normalise=None).operator(q, k)) for s in (1.0, scale)
+        h.concentration(h.Quadratic(h.no_activation, h.Full(), scale=s, normalise=None).operator(q, k))
+        for s in (1.0, scale)
     )
     torch.testing.assert_close(one.rows, other.rows, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(one.participation, n * one.rows.square(), rtol=1e-9, atol=0)
@@ -93,7 +94,7 @@ def test_gaussian_keys_give_the_closed_form():
     k = torch.randn(100, 4000, 3, dtype=torch.float64) + torch.tensor([0.3, 0.3, 0.0], dtype=torch.float64)
     for activation, wanted in (
         (torch.exp, closed_forms.S_exp(0.5)),
-        (h.identity, closed_forms.S_identity(0.42, 1.0)),
+        (h.no_activation, closed_forms.S_identity(0.42, 1.0)),
         (h.relu2, closed_forms.S_relu2(0.42, 1.0)),
     ):
         scale = 0.5 if activation is torch.exp else 1.0

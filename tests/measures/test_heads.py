@@ -78,14 +78,3 @@ def test_a_pass_that_leaves_no_matrix_is_noticed():
     found, expected = (h.head_measures(kind(h.Causal()).operator(q, k), 8) for kind in (LeavesNothing, h.Softmax))
     torch.testing.assert_close(found.spectrum.values, expected.spectrum.values, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.rows.entropy, expected.rows.entropy)
-
-
-def by_hand(dtype):
-    a = torch.eye(4, dtype=dtype)
-    return h.AttentionOperator((4, 4), a.dtype, a.device, lambda x: x, lambda x: x, lambda: a)
-
-
-def test_an_operator_made_by_hand_says_how_to_raise_it():
-    with pytest.raises(TypeError, match=r"q\.float\(\) and k\.float\(\)"):
-        h.spectrum(by_hand(torch.bfloat16), 2)
-    assert h.head_measures(by_hand(torch.float64), 4).spectrum.values.tolist() == [1, 1, 1, 1]

@@ -23,6 +23,7 @@ PATTERNS = [
     h.Window(7),
     h.Window(5, 3, sinks=2),
     h.Strided(4) & h.Causal(),
+    h.Strided(7) & h.Window(15, 8),  # 41 = 5 · 7 + 6: classes of two lengths
     h.SparseFixed(6, 2) & h.Causal(),
     h.Blocks(8),
     h.Global((0, 30)) | h.Window(3, 3),
@@ -105,10 +106,10 @@ def test_every_pattern_and_every_schedule(pattern, segments, monkeypatch):
 
 def test_signed_rows_have_the_entropy_of_their_absolute_values():
     q, k = inputs()
-    mechanism = h.Quadratic(h.identity, h.Full(), normalise=None)
+    mechanism = h.Quadratic(h.no_activation, h.Full(), normalise=None)
     rows, A = assert_agrees(mechanism, q, k, None)
     assert bool((A < 0).any()) and bool((rows.total < 0).any())
-    scaled = h.row_statistics(h.Quadratic(h.identity, h.Full(), scale=100.0, normalise=None).operator(q, k))
+    scaled = h.row_statistics(h.Quadratic(h.no_activation, h.Full(), scale=100.0, normalise=None).operator(q, k))
     torch.testing.assert_close(rows.entropy, scaled.entropy, rtol=0, atol=1e-12)
 
 
@@ -222,7 +223,7 @@ def test_large_logits_and_one_hot_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mechanism", [h.Softmax(), h.Quadratic(h.identity), h.Linear()], ids=repr)
+@pytest.mark.parametrize("mechanism", [h.Softmax(), h.Quadratic(h.no_activation), h.Linear()], ids=repr)
 def test_low_precision_errs_no_more_than_the_dense_matrix_in_it(dtype, mechanism):
     q, k = (x.to(dtype) for x in inputs(n=200, m=200))
     A = mechanism.matrix(q.double(), k.double())
@@ -252,7 +253,7 @@ def test_bands_hold_what_stands_between_two_offsets(rows, segments, monkeypatch)
     i, j = (x[..., None, :] for x in resolve(segments, N, N)[2:])
     offset = j - i.mT
     sink = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    for mechanism in (h.Softmax(h.Causal(), sink=sink), h.Quadratic(h.identity, h.Window(9, 4)), h.Linear()):
+    for mechanism in (h.Softmax(h.Causal(), sink=sink), h.Quadratic(h.no_activation, h.Window(9, 4)), h.Linear()):
         sums = mechanism.operator(q, k, segments=segments).row_sums(Request(bands=bands, columns=X))
         A = mechanism.matrix(q, k, segments=segments)
         for at, (least, most) in enumerate(bands):
@@ -274,7 +275,7 @@ def test_a_pass_leaves_the_matrix_its_column_sums_and_what_was_seen(pattern, seg
     sees = visible(pattern, N, N, segments).expand(2, HEADS, N, N)
     for budget in (1 << 21, 300):
         monkeypatch.setattr(scheduler, "BUDGET", budget)
-        for mechanism in (h.Softmax(pattern), h.Quadratic(h.identity, pattern, normalise=None)):
+        for mechanism in (h.Softmax(pattern), h.Quadratic(h.no_activation, pattern, normalise=None)):
             A = mechanism.matrix(q, k, segments=segments)
             into = torch.full((2, HEADS, N, N), torch.nan, dtype=torch.float64)  # room, whatever stands in it
             down = torch.zeros(2, HEADS, N, dtype=torch.float64)
@@ -310,7 +311,7 @@ def test_values_ride_along_with_a_pass(pattern, segments, monkeypatch):
     mechanisms = [
         h.Softmax(pattern),
         h.Softmax(pattern, temperature=0.5, softcap=1.5, bias=bias, sink=sink),
-        h.Quadratic(h.identity, pattern, normalise=None),
+        h.Quadratic(h.no_activation, pattern, normalise=None),
     ]
     for budget in (1 << 21, 300):
         monkeypatch.setattr(scheduler, "BUDGET", budget)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heedful.scan import Scan
-from heedful.store import ROWS, Run
+from heedful.store.scans import FORMAT, ROWS, Run
 
 SORTS = ("previous", "sink", "low rank", "content")
 HOSTILE = "</script><script>alert(1)</script>"
@@ -25,7 +25,7 @@ def manifest(
 ) -> dict[str, Any]:
     tokens = ["Ġthe", "Ġcat", HOSTILE, "Ġ<b>", "Ġsat", "Ċ", "Ġon\u2028", "Ġ“mats”"]
     return {
-        "format": 2,
+        "format": FORMAT,
         "model": f"models/{name}",
         "model_type": "llama",
         "fingerprint": hashlib.sha256(name.encode()).hexdigest()[:16],

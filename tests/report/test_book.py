@@ -9,12 +9,12 @@ import pytest
 
 from heedful.report.book import VERDICTS, anchor, book, typeset
 from heedful.report.numbers import measured_text, number_text
-from heedful.report.plots import line_plot, linear_ticks, log_ticks
+from heedful.svg import line_plot, linear_ticks, log_ticks
 from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import Case, Claim, Figure, Text, agrees, equal, evidence
+from heedful.theory.judge import judge, undecided
 from heedful.theory.records import record
-from heedful.theory.run import chapters_of, claims_of
-from heedful.theory.workers import judge, undecided
+from heedful.theory.registry import chapters_of, claims_of
 
 EVIL = "<script>alert('x')</script>\"&'<img src=x onerror=alert(1)>"
 VOID = {"meta", "link", "input", "br", "hr", "img"}

@@ -8,8 +8,8 @@ from test_book import told
 from heedful.report.book import book
 from heedful.theory.chapters import low_rank
 from heedful.theory.claim import Case, Claim, Text, equal, evidence
+from heedful.theory.judge import judge
 from heedful.theory.records import record
-from heedful.theory.workers import judge
 
 LONG = r"\sum_{i=1}^{N}\left(" + "+".join(rf"\sigma_{{{i}}}^2" for i in range(40)) + r"\right)"
 

@@ -6,9 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from heedful.report.formulas import to_mathml
-from heedful.report.plain_formulas import to_text
-from heedful.theory.run import claims_of
+from heedful.latex import to_mathml, to_text
+from heedful.theory.registry import claims_of
 
 
 def shape(latex):

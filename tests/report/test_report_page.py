@@ -215,7 +215,7 @@ def test_a_folder_that_is_read_only_gets_a_sentence(scan, tmp_path, monkeypatch)
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)  # root may write anywhere
+    monkeypatch.setattr("heedful.store.log.flush", refuse)  # root may write anywhere
     with pytest.raises(PermissionError, match=r"report.html: the report can't be written \(Permission denied\)"):
         write(scan, tmp_path / "report.html")
 

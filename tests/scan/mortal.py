@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 
 def dies_once(marks):
@@ -25,3 +26,43 @@ def dies():
         return item
 
     return work
+
+
+class Odd(Exception):
+    """An exception that pickle can't make again."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def does_anything():
+    def work(item: str):
+        if item == "hang":
+            time.sleep(60)
+        elif item == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif item == "raise":
+            raise ValueError("this one raises")
+        elif item == "odd error":
+            raise Odd("a", "b")
+        elif item == "unsendable":
+            return lambda: None
+        elif item == "print":
+            print("said on the way")
+        import torch
+
+        return item, torch.get_num_threads()
+
+    return work
+
+
+def sleeps():
+    def work(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    return work
+
+
+def tells_its_process():
+    return lambda item: os.getpid()

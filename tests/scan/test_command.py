@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from heedful.cli.app import app
 from heedful.scan import Scan, run
+from heedful.store import log
+from heedful.store.scans import Run
 
 
 def heedful(*arguments: object) -> tuple[int, str, str]:
@@ -88,12 +90,12 @@ def test_a_scan_resumes(folder, text, tmp_path):
 def test_a_damaged_part_is_told_and_measured_again(folder, text, tmp_path):
     arguments = ("scan", folder, "--texts", text, "--lengths", 16, "--out", tmp_path / "run")
     assert heedful(*arguments)[0] == 0
-    part = tmp_path / "run" / "rows" / "0000-16.parquet"
+    part = tmp_path / "run" / "rows.jsonl.gz"
     part.write_bytes(part.read_bytes()[:60] + b"?" + part.read_bytes()[61:])
     code, _, said = heedful("report", tmp_path / "run")
     assert code == 2 and "Resume the scan" in said and "Traceback" not in said
     code, _, said = heedful(*arguments, "--resume")
-    assert code == 0 and "set aside as 0000-16.parquet.damaged; its text is measured again" in said
+    assert code == 0 and "set aside as rows.jsonl.gz.damaged. Its text is measured again" in said
     assert heedful("report", tmp_path / "run")[0] == 0
 
 
@@ -124,7 +126,7 @@ def test_a_model_runs_in_the_precision_that_was_asked_for(folder, text, tmp_path
         (["--precision", "3"], "expected a share of the mean"),
         (["--memory", "lots"], "expected a size such as 4G"),
         (["--memory", "1M"], "which the model and torch take already"),
-        (["--engine", "slurm"], "expected one of local, ray"),
+        (["--engine", "slurm"], "expected one of local, processes, ray"),
         (["--device", "abacus"], "--device abacus: expected cpu or cuda"),
         (["--texts", "nowhere.txt"], "nowhere.txt: can't be read: No such file"),
         (["--texts-count", "0"], "--texts-count 0: expected 1 to 9999"),
@@ -219,7 +221,7 @@ def test_a_full_disk_keeps_what_was_measured(folder, tmp_path, monkeypatch):
 
     def full(result, *runs):
         if result.unit.text == "0001":
-            monkeypatch.setattr(records, "_flush", lambda path: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+            monkeypatch.setattr(log, "flush", lambda file: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
         write(result, *runs)
 
     monkeypatch.setattr(run, "_write", full)
@@ -227,7 +229,7 @@ def test_a_full_disk_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     code, _, said = heedful(*arguments)
     assert code == 1 and "the disk is full. What was measured before is kept" in said
     monkeypatch.undo()
-    assert [part.name for part in (tmp_path / "run" / "rows").iterdir()] == ["0000-16.parquet"]
+    assert Run.open(tmp_path / "run").done() == {("0000", 16)}
     assert heedful(*arguments, "--resume")[0] == 0 and Scan.open(tmp_path / "run").texts == 3
 
 

@@ -19,7 +19,7 @@ from heedful.measures.heads import Room
 from heedful.patterns import Full
 from heedful.scan import fused_capture, heads, scan, thread_pool, worker
 from heedful.scan.baseline import Baselines
-from heedful.scan.fused_capture import Along, Rooms
+from heedful.scan.fused_capture import BufferPool, FusedCapture
 from heedful.scan.heads import Kept, Measuring, measured, read, rows_of
 
 # Grouped queries, softcap and window, sink, bias, full attention, window, cross-attention.
@@ -34,9 +34,9 @@ def calls_of(name: str, n: int = 40, padding: str = "", dtype: torch.dtype = tor
     return calls, inputs
 
 
-def reader(inputs: dict, layers=None) -> Along:
+def reader(inputs: dict, layers=None) -> FusedCapture:
     kept = Kept()
-    return Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), thread_pool.Team(threads=1))
+    return FusedCapture(layers, inputs.get("input_ids"), lambda: kept, BufferPool(), thread_pool.ThreadPool(threads=1))
 
 
 @pytest.mark.parametrize("padding", ["", "left", "right"])
@@ -97,7 +97,7 @@ def test_a_pass_that_nobody_takes_gives_its_room_back():
     first = read.take()
     read.attend(calls[0])
     assert read.take().room is not first.room, "what was taken is not overwritten"
-    assert not read.rooms._free
+    assert not read.buffers._free
 
 
 @pytest.mark.parametrize("fault", [lambda x: x * 1.01, lambda x: x.roll(1, -2), lambda x: x.flip(1)])
@@ -163,7 +163,7 @@ def test_few_rooms_are_lent_at_a_time(threads, model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fused_capture, "Room", Counted)
     with using(threads):
-        group = thread_pool.Team(threads)
+        group = thread_pool.ThreadPool(threads)
         scan(model, None, tiny.ids(6, 40), out=tmp_path / "run")
     surveyed = 1
     others = group._others
@@ -173,9 +173,9 @@ def test_few_rooms_are_lent_at_a_time(threads, model, tmp_path, monkeypatch):
 def test_a_pass_in_parts_is_the_pass_over_all_heads_bit_for_bit():
     calls, inputs = calls_of("llama", n=600)
     own = worker._Own()
-    parted = Along(None, inputs["input_ids"], lambda: own.kept, Rooms(), thread_pool.Team(threads=4))
+    parted = FusedCapture(None, inputs["input_ids"], lambda: own.kept, BufferPool(), thread_pool.ThreadPool(threads=4))
     whole = reader(inputs)
-    assert len(parted.team.parts(calls[0].heads)) == 3
+    assert len(parted.threads.parts(calls[0].heads)) == 3
     for _ in range(2):  # the second time in rooms that are known
         for call in calls:
             one, two = whole.attend(call), parted.attend(call)
@@ -187,7 +187,7 @@ def test_a_pass_in_parts_is_the_pass_over_all_heads_bit_for_bit():
             assert torch.equal(first.columns, second.columns)
             assert torch.equal(first.energy, second.energy)
             for passed, of in ((first, whole), (second, parted)):
-                of.rooms.give_back(passed.room)
+                of.buffers.give_back(passed.room)
 
 
 def test_rows_from_slabs_are_those_of_the_whole_matrix_bit_for_bit():

@@ -15,7 +15,7 @@ import heedful.hf as hf
 from heedful.hf.calls import Call
 from heedful.scan.baseline import Baselines, logit_spreads
 from heedful.scan.heads import Measuring, rows_of, thumbnails, together
-from heedful.store import ROWS
+from heedful.store.scans import ROWS
 
 ITEMS = {"swin": [16, 16, 4], "patchtst": [3, 3]}
 
@@ -104,7 +104,7 @@ def test_two_models_differ_by_the_mean_over_items(tmp_path):
     model, inputs, calls = probed("patchtst")
     other, theirs = zoo.grow(tiny.species("patchtst"), seed=1), []
     hf.probe(other, inputs, theirs.append)
-    found = hf.scan(model, None, [inputs], against=other, out=tmp_path / "run")
+    found = hf.scan(model, None, [inputs], out=tmp_path / "run", options=hf.ScanOptions(against=other))
     delta = {(row["layer"], row["head"]): row for row in found._run.delta().to_dicts()}
     for one, two in zip(calls, theirs, strict=True):
         energy = (one.operator().to_dense() - two.operator().to_dense()).square().sum((-2, -1)).mean(0)

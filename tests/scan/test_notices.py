@@ -87,7 +87,13 @@ def test_unknown_tokens_are_counted_among_those_of_the_text():
 def test_a_text_with_unknown_tokens_is_told_from_five_percent_on(model, share):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = hf.scan(model, tiny.tokenizer(), [tiny.prose(50), foreign(share, 50)], lengths=[50], layers=[0])
+        found = hf.scan(
+            model,
+            tiny.tokenizer(),
+            [tiny.prose(50), foreign(share, 50)],
+            lengths=[50],
+            options=hf.ScanOptions(layers=[0]),
+        )
     said = [str(each.message) for each in caught if issubclass(each.category, Notice)]
     told = [sentence for sentence in said if "of the tokens of text 0001" in sentence]
     assert len(told) == (share >= 0.05)

@@ -16,17 +16,16 @@ import tiny
 import torch
 import zoo
 
-import heedful as h
 import heedful.hf as hf
 from heedful.hf import Refused
-from heedful.hf.calls import difference
-from heedful.scan import Scan, scan
+from heedful.scan import Execution, Scan, ScanOptions, scan
 from heedful.scan.heads import Measuring
 from heedful.scan.memory import parse
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Unit
-from heedful.scan.worker import Worker
-from heedful.store import UNTIMED, AnotherScan, Damaged, Run
+from heedful.scan.worker import Task, Worker
+from heedful.store import Log
+from heedful.store.scans import UNTIMED, AnotherScan, Damaged, Run
 
 
 def timeless(found: Scan) -> pl.DataFrame:
@@ -73,7 +72,7 @@ def test_numbers_do_not_depend_on_the_other_texts(model, tmp_path):
 
 
 def test_a_scan_is_read_again_and_says_what_it_found(model, tmp_path):
-    made = scan(model, None, tiny.ids(3, 48), out=tmp_path / "run", name="<tiny>")
+    made = scan(model, None, tiny.ids(3, 48), out=tmp_path / "run", options=ScanOptions(name="<tiny>"))
     found = Scan.open(tmp_path / "run")
     assert timeless(found).equals(timeless(made))
     assert re.match(r"At 48 tokens, \d of its 8 attention heads ", found.words())
@@ -111,7 +110,7 @@ def test_growth_is_the_slope_through_the_means_over_texts(model, tmp_path):
 
 def test_growth_of_a_scan_that_was_cut_off_goes_through_what_is_there(model, tmp_path):
     scan(model, None, tiny.ids(3, 16), lengths=[8, 16], out=tmp_path / "run")
-    (tmp_path / "run" / "rows" / "0002-16.parquet").unlink()
+    forget(tmp_path / "run" / "rows.jsonl.gz", "0002", 16)
     found = Scan.open(tmp_path / "run")
     means = [found.table().filter(pl.col("length") == n)["rank90"].mean() for n in (8, 16)]
     assert float(found.trend().mean) == pytest.approx(slope([8, 16], means), rel=1e-6)
@@ -124,13 +123,20 @@ def test_chosen_layers_are_those_of_the_whole_scan_and_the_model_stops_there(mod
     ran = []
     hook = model.model.layers[1].register_forward_hook(lambda *_: ran.append(1))
     try:
-        first = scan(model, None, texts, layers=[0], out=tmp_path / "first", progress=lambda done, total: None)
+        first = scan(
+            model,
+            None,
+            texts,
+            out=tmp_path / "first",
+            options=ScanOptions(layers=[0]),
+            execution=Execution(progress=lambda done, total: None),
+        )
     finally:
         hook.remove()
     assert timeless(first).equals(timeless(whole).filter(pl.col("layer") == 0))
     assert len(ran) == 2  # the two runs of the check, one of which is the survey, and no more
     with pytest.raises(Refused, match="this model makes 2 attention calls"):
-        scan(model, None, texts, layers=[2], out=tmp_path / "none")
+        scan(model, None, texts, out=tmp_path / "none", options=ScanOptions(layers=[2]))
     assert not (tmp_path / "none").exists()
 
 
@@ -151,7 +157,7 @@ def test_a_model_stops_after_its_last_attention_call():
     species = tiny.species("llama")
     model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
     count = len(model.model.layers)
-    worker = Worker(hf.Probe(model), None, None, Measuring(), "cpu", count, f"model.layers.{count - 1}.self_attn")
+    worker = Worker(hf.Probe(model), None, Task(Measuring(), "cpu", None, count, f"model.layers.{count - 1}.self_attn"))
     once, ran = worker(unit), []
     hooks = [
         layer.mlp.register_forward_hook(lambda *_, at=at: ran.append(at)) for at, layer in enumerate(model.model.layers)
@@ -167,16 +173,16 @@ def test_a_text_with_other_calls_than_the_first_is_read_to_its_end():
     species = tiny.species("llama")
     model, unit = zoo.grow(species), Unit("0", 24, zoo.texts(species, batch=1, n=24))
     count = len(model.model.layers)
-    found = Worker(hf.Probe(model), None, None, Measuring(), "cpu", count - 1, f"model.layers.{count - 1}.self_attn")(
-        unit
-    )
+    found = Worker(
+        hf.Probe(model), None, Task(Measuring(), "cpu", None, count - 1, f"model.layers.{count - 1}.self_attn")
+    )(unit)
     assert {row["layer"] for row in found.rows} == set(range(count))
 
 
 def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_path):
     found = scan(model, tiny.tokenizer(), [tiny.prose(20), tiny.prose(30, seed=1)], out=tmp_path / "run")
     assert found.lengths == [25] and set(found.table()["texts"]) == {2}
-    assert sorted(part.stem for part in (tmp_path / "run" / "rows").iterdir()) == ["0000-20", "0001-30"]
+    assert Run.open(tmp_path / "run").done() == {("0000", 20), ("0001", 30)}
 
 
 # ---- precision
@@ -184,17 +190,19 @@ def test_texts_are_read_whole_and_averaged_under_their_mean_length(model, tmp_pa
 
 def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
     texts = tiny.ids(12, 24)
-    loose = scan(model, None, texts, lengths=[24], precision=0.5, out=tmp_path / "loose")
+    loose = scan(model, None, texts, lengths=[24], out=tmp_path / "loose", options=ScanOptions(precision=0.5))
     assert loose.texts == 5 and "was reached with 5 of 12 texts" in loose.words()
-    strict = scan(model, None, texts, lengths=[24], precision=1e-6, out=tmp_path / "strict")
+    strict = scan(model, None, texts, lengths=[24], out=tmp_path / "strict", options=ScanOptions(precision=1e-6))
     assert strict.texts == 12 and "was not reached: at 24 tokens" in strict.words()
     assert "12 of 12 texts measured. Give more texts." in strict.words()
     found = strict.mean("rank90")
     wanted = float(found.half_width / found.mean) * 1.2
-    some = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some")
+    some = scan(model, None, texts, lengths=[24], out=tmp_path / "some", options=ScanOptions(precision=wanted))
     reached = some.mean("rank90")
     assert 5 <= some.texts <= 12 and float(reached.half_width / reached.mean) <= wanted
-    again = scan(model, None, texts, lengths=[24], precision=wanted, out=tmp_path / "some", resume=True)
+    again = scan(
+        model, None, texts, lengths=[24], out=tmp_path / "some", resume=True, options=ScanOptions(precision=wanted)
+    )
     assert again.texts == some.texts
 
 
@@ -202,13 +210,19 @@ def test_texts_are_added_until_the_mean_is_precise(model, tmp_path):
 
 
 def test_both_models_of_a_comparison_know_the_precision_that_was_asked_for(model, tmp_path):
-    found = scan(model, None, tiny.ids(7, 16), precision=0.9, against=tiny.llama(seed=3), out=tmp_path / "run")
+    found = scan(
+        model,
+        None,
+        tiny.ids(7, 16),
+        out=tmp_path / "run",
+        options=ScanOptions(precision=0.9, against=tiny.llama(seed=3)),
+    )
     assert found.texts == 5
     assert all("was reached with 5 of 7 texts" in each.words() for each in (found, found.against))
 
 
 def test_a_model_against_itself_differs_by_nothing(model, tmp_path):
-    found = scan(model, None, tiny.ids(2, 24), against=tiny.llama(), out=tmp_path / "run")
+    found = scan(model, None, tiny.ids(2, 24), out=tmp_path / "run", options=ScanOptions(against=tiny.llama()))
     assert timeless(found).equals(timeless(found.against))
     table = found.compare(found.against)
     assert set(table["rank90"]) == {0.0} and set(table["delta_energy"]) == {0.0} and set(table["delta_rank90"]) == {0.0}
@@ -217,7 +231,7 @@ def test_a_model_against_itself_differs_by_nothing(model, tmp_path):
 def test_two_models_are_compared_text_by_text(model, tmp_path):
     other = tiny.llama(seed=3)
     texts = tiny.ids(3, 24)
-    found = scan(model, None, texts, against=other, out=tmp_path / "run")
+    found = scan(model, None, texts, out=tmp_path / "run", options=ScanOptions(against=other))
     table = found.compare(found.against)
     assert len(table) == 8
     one, two = ([], [])
@@ -237,19 +251,18 @@ def test_two_models_are_compared_text_by_text(model, tmp_path):
         found.compare(scan(model, None, tiny.ids(1, 24, seed=9), out=tmp_path / "other"))
 
 
-def test_a_difference_is_an_operator():
-    q, k = torch.randn(2, 3, 20, 4, dtype=torch.float64).unbind()
-    a, b = h.Softmax(h.Causal()).operator(q, k), h.Softmax(h.Full()).operator(q, k)
-    gap, x = difference(a, b), torch.randn(20, 2, dtype=torch.float64)
-    dense = a.to_dense() - b.to_dense()
-    torch.testing.assert_close(gap @ x, dense @ x)
-    torch.testing.assert_close(gap.mT @ x, dense.mT @ x)
-    torch.testing.assert_close(h.row_statistics(gap).square, dense.square().sum(-1))
-    with pytest.raises(ValueError, match="one shape"):
-        difference(a, h.Softmax().operator(q[0], k[0]))
-
-
 # ---- interrupted
+
+
+def forget(path: Path, text: str, length: int) -> None:
+    """Remove one record from a table."""
+    content, pieces = path.read_bytes(), list(Log(path).pieces())
+    heads = [json.loads(piece.lines[0]) for piece in pieces]
+    kept = [
+        piece for piece, head in zip(pieces, heads, strict=True) if (head["text"], head["length"]) != (text, length)
+    ]
+    assert len(kept) < len(pieces)
+    path.write_bytes(b"".join(content[piece.start : piece.end] for piece in kept))
 
 
 def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
@@ -262,46 +275,48 @@ def test_a_scan_that_was_stopped_goes_on_where_it_was(model, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        scan(model, None, texts, out=stopped, progress=interrupt)
-    assert len(list((stopped / "rows").iterdir())) == 2
-    kept = (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns
+        scan(model, None, texts, out=stopped, execution=Execution(progress=interrupt))
+    kept = (stopped / "rows.jsonl.gz").read_bytes()
+    assert len(Run.open(stopped).done()) == 2
     with pytest.raises(AnotherScan, match="holds a scan already"):
         scan(model, None, texts, out=stopped)
     with pytest.raises(AnotherScan, match="seed was 0, not 1"):
-        scan(model, None, texts, out=stopped, resume=True, seed=1)
+        scan(model, None, texts, out=stopped, resume=True, options=ScanOptions(seed=1))
     with pytest.raises(AnotherScan, match="the weights or the configuration of the model changed"):
         scan(tiny.llama(seed=3), None, texts, out=stopped, resume=True)
     resumed = scan(model, None, texts, out=stopped, resume=True)
     assert timeless(resumed).equals(timeless(whole))
-    assert (stopped / "rows" / "0000-24.parquet").stat().st_mtime_ns == kept
+    assert (stopped / "rows.jsonl.gz").read_bytes().startswith(kept)
 
 
 @pytest.mark.parametrize("table", ["rows", "delta", "thumbnails", "against/rows"])
 @pytest.mark.parametrize("lost", [True, False])
 def test_parts_that_were_lost_or_damaged_are_made_again(model, tmp_path, table, lost):
-    arguments = {"lengths": [8, 16], "against": tiny.llama(seed=3), "out": tmp_path / "run"}
+    options = ScanOptions(against=tiny.llama(seed=3))
+    arguments = {"lengths": [8, 16], "options": options, "out": tmp_path / "run"}
     whole = scan(model, None, tiny.ids(2, 16), **arguments)
     before = timeless(whole), timeless(whole.against), whole.thumbnails(), Run.open(tmp_path / "run").delta()
-    part = tmp_path / "run" / table / "0000-16.parquet"
+    path = tmp_path / "run" / f"{table}.jsonl.gz"
     if lost:
-        part.unlink()
+        forget(path, "0000", 16)
         again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
     else:
-        content = bytearray(part.read_bytes())
-        content[40] ^= 1  # behind an intact footer
-        part.write_bytes(content)
-        with pytest.warns(Damaged, match="set aside as 0000-16.parquet.damaged"):
+        content = bytearray(path.read_bytes())
+        content[40] ^= 1
+        path.write_bytes(content)
+        with pytest.warns(Damaged, match="set aside as .*jsonl.gz.damaged"):
             again = scan(model, None, tiny.ids(2, 16), **arguments, resume=True)
-        assert part.with_name("0000-16.parquet.damaged").read_bytes() == content
+        aside = path.with_name(path.name + ".damaged").read_bytes()
+        assert content.startswith(aside) and len(aside) > 40
     after = timeless(again), timeless(again.against), again.thumbnails(), Run.open(tmp_path / "run").delta()
     assert all(a.equals(b) for a, b in zip(before, after, strict=True))
 
 
 def test_lost_parts_of_a_scan_that_is_precise_are_made_again_and_nothing_else(model, tmp_path):
-    arguments = {"lengths": [8, 16], "precision": 0.9, "out": tmp_path / "run"}
+    arguments = {"lengths": [8, 16], "options": ScanOptions(precision=0.9), "out": tmp_path / "run"}
     assert scan(model, None, tiny.ids(9, 16), **arguments).texts == 5
     for length in (8, 16):
-        (tmp_path / "run" / "thumbnails" / f"0000-{length}.parquet").unlink()
+        forget(tmp_path / "run" / "thumbnails.jsonl.gz", "0000", length)
     again = scan(model, None, tiny.ids(9, 16), **arguments, resume=True)
     assert again.texts == 5 and again.thumbnails()["length"].unique().sort().to_list() == [8, 16]
 
@@ -376,16 +391,46 @@ def test_kills_at_random_moments_lose_nothing(model, tmp_path):
         ([[1, 2, 99]], {}, "token ids from 1 to 99, expected 0 to 60"),
         ([[]], {}, "no token ids"),
         (["w1 w2"], {"lengths": [1]}, "expected numbers of tokens, 2 or more"),
-        (["w1 w2"], {"layers": []}, "expected numbers from 0"),
-        (["w1 w2"], {"precision": 5.0}, "expected a share of the mean"),
-        (["w1 w2"], {"engine": "spark"}, "expected one of local, ray"),
-        (["w1 w2"], {"address": "auto"}, "engine='ray'"),
     ],
 )
 def test_what_will_not_do_is_told_before_anything_is_measured(model, tmp_path, texts, options, said):
     with pytest.raises(ValueError, match=said):
         scan(model, tiny.tokenizer(), texts, out=tmp_path / "run", **options)
-    assert not list(tmp_path.rglob("*.parquet"))
+    assert not list(tmp_path.rglob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (ScanOptions, {"layers": []}, "expected numbers from 0"),
+        (ScanOptions, {"precision": 5.0}, "expected a share of the mean"),
+        (ScanOptions, {"values": 0}, "expected 1 or more"),
+        (Execution, {"engine": "spark"}, "expected one of local, processes, ray"),
+        (Execution, {"address": "auto"}, "engine='ray'"),
+    ],
+)
+def test_options_that_will_not_do_are_refused_where_they_are_made(kind, given, said):
+    with pytest.raises(ValueError, match=said):
+        kind(**given)
+
+
+def test_options_passed_by_themselves_work_for_one_more_release(model, tmp_path):
+    texts, told = tiny.ids(1, 24), []
+    new = scan(
+        model, None, texts, out=tmp_path / "new", options=ScanOptions(layers=[1], values=3),
+        execution=Execution(progress=lambda *at: told.append(at)),
+    )  # fmt: skip
+    with pytest.warns(DeprecationWarning) as warned:
+        old = scan(model, None, texts, out=tmp_path / "old", layers=[1], values=3, progress=lambda *at: None)
+    assert [str(warning.message).partition(": ")[2] for warning in warned] == [
+        "pass options=ScanOptions(layers=…).",
+        "pass options=ScanOptions(values=…).",
+        "pass execution=Execution(progress=…).",
+    ]
+    assert told
+    assert timeless(old).equals(timeless(new)) and old.rows["layer"].unique().to_list() == [1]
+    with pytest.raises(TypeError, match=r"no parameter 'layer'. Expected lengths, .* layers, against"):
+        scan(model, None, texts, layer=[1])
 
 
 def test_token_ids_may_stand_in_a_list(model, tmp_path):
@@ -402,7 +447,7 @@ def test_one_text_is_not_a_list_of_letters(model):
 
 
 def test_rotary_models_read_beyond_their_positions_where_asked_to(model, tmp_path):
-    found = scan(model, tiny.tokenizer(), [tiny.prose(80)], beyond=True, out=tmp_path / "run")
+    found = scan(model, tiny.tokenizer(), [tiny.prose(80)], out=tmp_path / "run", options=ScanOptions(beyond=True))
     assert found.lengths == [80]
 
 
@@ -423,7 +468,7 @@ def test_a_bound_on_memory_is_kept_and_told(model, tmp_path):
     with pytest.raises(ValueError, match="expected a size such as 4G"):
         parse("much")
     with pytest.raises(Refused, match="which the model and torch take already"):
-        scan(model, None, tiny.ids(1, 24), memory=2**20, out=tmp_path / "run")
+        scan(model, None, tiny.ids(1, 24), out=tmp_path / "run", execution=Execution(memory=2**20))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux bounds what a process takes")
@@ -456,12 +501,14 @@ def test_records_are_written_outside_the_bound_on_memory(model, tmp_path, monkey
         write(*args)
 
     monkeypatch.setattr(run, "_write", watched)
-    scan(model, None, tiny.ids(2, 24), memory=resident + 2**32, out=tmp_path / "run")
+    scan(model, None, tiny.ids(2, 24), out=tmp_path / "run", execution=Execution(memory=resident + 2**32))
     assert seen == [free, free]
 
 
 def test_models_of_sixteen_bits_are_measured_in_thirty_two(model, tmp_path):
     texts = tiny.ids(1, 24)
-    found = scan(tiny.llama().to(torch.bfloat16), None, texts, against=tiny.llama(), out=tmp_path / "run")
+    found = scan(
+        tiny.llama().to(torch.bfloat16), None, texts, out=tmp_path / "run", options=ScanOptions(against=tiny.llama())
+    )
     assert found.rows["energy"].to_list() == pytest.approx(found.against.rows["energy"].to_list(), rel=0.1)
     assert found.compare(found.against)["delta_relative"].max() < 0.3

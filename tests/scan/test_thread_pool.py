@@ -10,7 +10,7 @@ import torch
 from heedful.executor import using
 from heedful.hf import Refused
 from heedful.scan import scan, thread_pool, worker
-from heedful.scan.thread_pool import Team
+from heedful.scan.thread_pool import ThreadPool
 
 
 @pytest.fixture(autouse=True)
@@ -32,20 +32,20 @@ def test_results_come_in_the_order_of_the_jobs_and_others_do_some_of_them():
         begun.set()
         return x
 
-    pair = Team(2)
-    with pair.at_work():
-        first = pair.hand(lambda: work(0))
+    pair = ThreadPool(2)
+    with pair.running():
+        first = pair.submit(lambda: work(0))
         assert begun.wait(10)
-        jobs = [pair.hand(lambda x=x: work(x)) for x in range(1, 20)]
+        jobs = [pair.submit(lambda x=x: work(x)) for x in range(1, 20)]
         assert [job.result() for job in [first, *jobs]] == list(range(20))
     assert any(name.startswith("heedful") for name in seen)
 
 
 def test_whoever_hands_jobs_in_does_them_where_the_others_are_behind():
-    gate, pair = threading.Event(), Team(2)
-    with pair.at_work():
-        slow = pair.hand(gate.wait)
-        jobs = [pair.hand(threading.current_thread) for _ in range(thread_pool.BEHIND + 3)]
+    gate, pair = threading.Event(), ThreadPool(2)
+    with pair.running():
+        slow = pair.submit(gate.wait)
+        jobs = [pair.submit(threading.current_thread) for _ in range(thread_pool.BEHIND + 3)]
         done = [job for job in jobs if not job.is_waiting]
         assert len(done) >= 2 and {job.result() for job in done} == {threading.current_thread()}
         gate.set()
@@ -55,10 +55,10 @@ def test_whoever_hands_jobs_in_does_them_where_the_others_are_behind():
 @pytest.mark.parametrize("threads", [1, 2, 5, 40])
 def test_every_job_has_the_same_threads_and_no_gradients_and_the_rest_is_as_before(threads):
     with using(threads):
-        group = Team(threads)
-        with group.at_work():
+        group = ThreadPool(threads)
+        with group.running():
             assert torch.get_num_threads() == group.leading
-            jobs = [group.hand(lambda: (torch.get_num_threads(), torch.is_grad_enabled())) for _ in range(40)]
+            jobs = [group.submit(lambda: (torch.get_num_threads(), torch.is_grad_enabled())) for _ in range(40)]
             assert len({job.result() for job in jobs}) == 1 and jobs[0].result()[1] is False
             each = jobs[0].result()[0]
         assert torch.get_num_threads() == threads
@@ -77,21 +77,21 @@ def test_the_numbers_of_a_scan_do_not_depend_on_who_measured(model, tmp_path, mo
 
 
 def test_what_breaks_in_another_thread_is_told_and_the_rest_is_not_done():
-    gate, done, pair = threading.Event(), [], Team(2)
+    gate, done, pair = threading.Event(), [], ThreadPool(2)
 
     def broken():
         gate.wait()
         raise ValueError("this one")
 
-    with pytest.raises(ValueError, match="this one"), pair.at_work():
-        bad = pair.hand(broken)
-        waiting = [pair.hand(lambda: done.append(1)) for _ in range(thread_pool.BEHIND)]
+    with pytest.raises(ValueError, match="this one"), pair.running():
+        bad = pair.submit(broken)
+        waiting = [pair.submit(lambda: done.append(1)) for _ in range(thread_pool.BEHIND)]
         gate.set()
         bad.result()
     counted = len(done)  # of those that were begun before the error was seen
     assert all(not job.is_waiting for job in waiting) and counted <= len(waiting)
-    with pair.at_work():
-        assert pair.hand(lambda: 7).result() == 7
+    with pair.running():
+        assert pair.submit(lambda: 7).result() == 7
 
 
 def test_a_model_that_writes_over_what_is_being_measured_is_refused(model, tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_model_that_writes_over_what_is_being_measured_is_refused(model, tmp_p
 
 
 def test_shared_work_that_fails_leaves_nothing_to_be_done_later():
-    crew, begun, done = Team(threads=2), threading.Event(), []
+    crew, begun, done = ThreadPool(threads=2), threading.Event(), []
 
     def busy():
         begun.set()
@@ -117,11 +117,11 @@ def test_shared_work_that_fails_leaves_nothing_to_be_done_later():
     def fail():
         raise ValueError("no")
 
-    with crew.at_work():
-        waiting = crew.hand(busy)
+    with crew.running():
+        waiting = crew.submit(busy)
         begun.wait()
         with pytest.raises(ValueError, match="no"):
-            crew.share([fail, lambda: done.append(1)])
+            crew.run_all([fail, lambda: done.append(1)])
         waiting.result()
-        crew.hand(lambda: None).result()
+        crew.submit(lambda: None).result()
     assert not done

@@ -17,6 +17,7 @@ from heedful.feature_maps import Elu1
 from heedful.nn import MaskedSoftmax, MaterialisedLinear
 from heedful.patterns import Causal, Full, Window
 from heedful.random_features import FavorPlus
+from heedful.store import Damaged
 from heedful.studies import fixed_heads, frozen_projections
 from heedful.studies.config import Group, Model, Run, Training, build
 from heedful.studies.corpora import tasks
@@ -267,7 +268,11 @@ def test_a_run_is_recorded_once_and_whole(data, tmp_path):
     assert json.dumps(list(read(tmp_path))[: len(lines)]) == json.dumps(lines)
     file = tmp_path / "records-00.jsonl.gz"
     file.write_bytes(file.read_bytes() + b"\x1f\x8b cut off")
-    assert finished(tmp_path) == {run.key}
+    with pytest.warns(Damaged):
+        assert finished(tmp_path) == {run.key}
+    with pytest.warns(Damaged, match="set aside"):
+        append(tmp_path, [{**lines[-1], "run": "later"}])
+    assert finished(tmp_path) == {run.key, "later"}
 
 
 def test_the_runner_works_through_a_queue_and_skips_what_is_done(data, tmp_path, capsys):

@@ -11,7 +11,12 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from heedful.cli import app as cli
+from heedful.store import Log
+from heedful.theory import registry
 from heedful.theory import run as runner
+from heedful.theory.fingerprint import fingerprints_of
+from heedful.theory.judge import judge
+from heedful.theory.registry import claims_of
 
 FIELDS = {
     "id", "chapter", "source", "section", "kind", "slow", "statement", "formula", "condition", "verdict", "because",
@@ -32,7 +37,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture
 def run(out, monkeypatch):
-    monkeypatch.setattr(runner, "REGISTRY", "toy_command")
+    monkeypatch.setattr(registry, "REGISTRY", "toy_command")
 
     def invoke(*arguments, columns=80):
         given = ["theory", *map(str, arguments), "--out", str(out)]
@@ -114,12 +119,9 @@ def test_what_there_is_not_is_told_in_a_sentence(run, arguments, said):
 
 
 def test_a_control_that_does_not_flip_ends_with_one(run, out):
-    marks = runner.fingerprints_of("toy_command")
-    claim = runner.claims_of("toy_command")["same"]
-    from heedful.theory.journal import Journal
-    from heedful.theory.workers import judge
-
-    Journal(out / "findings.jsonl").add("same", marks["same"], judge(claim))
+    mark = fingerprints_of("toy_command")["same"]
+    outcome = judge(claims_of("toy_command")["same"])
+    Log(out / "findings.jsonl").append({"id": "same", "fingerprint": mark, "outcome": outcome})
     result = run("same", "C1")
     assert result.exit_code == 1
     assert "not told from their control: same" in result.output

@@ -18,7 +18,7 @@ from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import *
 from heedful.theory.claim import agrees, at_most, equal, evidence
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent  # outside the package, whose files are part of fingerprints
 
 def ran(name):
     with open(HERE / "ran.txt", "a") as file:
@@ -60,7 +60,7 @@ from heedful.theory.chapters.chapter import Chapter
 from heedful.theory.claim import *
 from heedful.theory.claim import equal, evidence
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent  # outside the package, whose files are part of fingerprints
 
 def quick(n):
     with open(HERE / "ran.txt", "a") as file:
@@ -108,5 +108,5 @@ def write(folder: Path, name: str) -> Path:
 
 def ran(package: Path) -> list[str]:
     """The checks that ran, in order."""
-    path = package / "ran.txt"
+    path = package.parent / "ran.txt"
     return path.read_text().split() if path.exists() else []

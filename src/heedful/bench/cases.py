@@ -10,8 +10,7 @@ from heedful.feature_maps import Elu1
 from heedful.mechanisms.fixed_pattern import KINDS, FixedPattern
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.softmax import Softmax
-from heedful.mechanisms.strided import StridedSoftmax
-from heedful.patterns import Causal, Full, Window
+from heedful.patterns import Causal, Full, Strided, Window
 
 SIZES = (2048, 8192, 16384)
 LONGEST = (16384,)
@@ -93,7 +92,7 @@ _CASES = (
     ),
     Case(
         "strided",
-        (Contender("StridedSoftmax(128, 128)", attend(StridedSoftmax(128, 128))),),
+        (Contender("Softmax(Strided(128) | Window(127))", attend(Softmax((Strided(128) | Window(127)) & Causal()))),),
         (DENSE_CAUSAL,),
         {"dense causal SDPA": Goal(5, LONGEST)},
     ),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from heedful.bench import peers
 from heedful.bench.peers import DENSE_CAUSAL, Contender, attend, favor
-from heedful.bench.rows import Journal, Row, problem, version
+from heedful.bench.rows import Row, Rows, problem
 from heedful.bench.setting import FORWARD, PASSES, Setting, Work
 from heedful.core import Dims, Mechanism
 from heedful.feature_maps import Elu1, Identity
@@ -28,11 +28,11 @@ from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
-from heedful.mechanisms.strided import StridedSoftmax
 from heedful.nn.attention import Attention
-from heedful.patterns import Causal, Full, Window
+from heedful.patterns import Causal, Full, Strided, Window
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
+from heedful.store import version
 
 GPU_KEY = ("work", "size", "contender", "pass")
 RATE = 700e12
@@ -216,6 +216,8 @@ def _decode_least(case: GpuCase) -> tuple[float, float]:
 
 LINEAR, RAW, RETENTION = Linear(Elu1(), Causal()), Linear(Identity(), Causal(), normalise=False), Retention(0.97)
 WINDOW = Softmax(Window(511))
+STRIDED_128, STRIDED_256 = (Softmax(Strided(stride) & Causal()) for stride in (128, 256))
+STRIDED_WINDOW = Softmax((Strided(256) | Window(255)) & Causal())
 
 GPU_CASES = (
     GpuCase("causal linear, elu + 1, normalised", 1, 65536, Contender("heedful", attend(LINEAR)),
@@ -233,12 +235,12 @@ GPU_CASES = (
             _favor_least),
     GpuCase("FAVOR+ m = 256", 1, 65536, Contender("heedful", favor(Full())), (peers.PERFORMER,), (1.5, 5.0),
             _favor_least),
-    GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(StridedSoftmax(128))),
-            (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), StridedSoftmax(128)),
-    GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(StridedSoftmax(256))), (DENSE_CAUSAL,),
-            (1.6, 6.0), StridedSoftmax(256)),
-    GpuCase("strided l = 256 and its window", 1, 65536, Contender("heedful", attend(StridedSoftmax(256, 256))),
-            (DENSE_CAUSAL,), None, StridedSoftmax(256, 256)),
+    GpuCase("strided l = 128", 4, 8192, Contender("heedful", attend(STRIDED_128)),
+            (flex(partial(_strided_mask, 128)), DENSE_CAUSAL), (0.50, 2.2), STRIDED_128),
+    GpuCase("strided l = 256", 1, 65536, Contender("heedful", attend(STRIDED_256)), (DENSE_CAUSAL,),
+            (1.6, 6.0), STRIDED_256),
+    GpuCase("strided l = 256 and its window", 1, 65536, Contender("heedful", attend(STRIDED_WINDOW)),
+            (DENSE_CAUSAL,), None, STRIDED_WINDOW),
     GpuCase("window 512", 1, 65536, Contender("heedful", attend(WINDOW)),
             (flex(_window_mask), peers.LOCAL_ATTENTION), (0.80, 3.4), WINDOW),
     GpuCase("window 512", 4, 8192, Contender("heedful", attend(WINDOW)), (flex(_window_mask),), None, WINDOW),
@@ -269,7 +271,7 @@ def machine() -> Row:
     return {"card": card, "triton": triton.__version__, "bandwidth": 2 * x.numel() / seconds}
 
 
-def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Journal, say: Callable[[str], None]) -> None:
+def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Rows, say: Callable[[str], None]) -> None:
     """Every piece of work by every contender; a peer that breaks leaves its reason instead of a time."""
     seen = machine()
     for case in cases:

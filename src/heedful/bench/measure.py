@@ -11,13 +11,14 @@ from heedful.bench.cases import Case
 from heedful.bench.catalogue import affordable, cost, instance, is_linear
 from heedful.bench.memory import measure_apart
 from heedful.bench.peers import DENSE, DENSE_CAUSAL
-from heedful.bench.rows import Journal, Row, problem, version
+from heedful.bench.rows import Row, Rows, problem
 from heedful.bench.setting import FORWARD, PASSES, Setting, Work
 from heedful.bench.timing import Pace, race, summary
 from heedful.core import Mechanism
 from heedful.mechanisms import Entry
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Causal, Full
+from heedful.store import version
 
 PEER_KEY = ("case", "contender", "n", "pass", "run")
 GROWTH_KEY = ("entry", "n", "pass")
@@ -30,7 +31,7 @@ Say = Callable[[str], None]
 
 
 def measure_peers(
-    cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Journal, pace: Pace, say: Say, run: int = 1
+    cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Rows, pace: Pace, say: Say, run: int = 1
 ) -> None:
     """Every case at every length: all its contenders in interleaved rounds. `run` counts repetitions of the table."""
     for case in cases:
@@ -44,7 +45,7 @@ def measure_peers(
                 say(f"{case.name}, N = {n}, {which}: " + (_spoken(rows) if rows is not None else "taken before"))
 
 
-def _outdated(case: Case, n: int, which: str, run: int, journal: Journal) -> bool:
+def _outdated(case: Case, n: int, which: str, run: int, journal: Rows) -> bool:
     """Whether a row is missing, or was refused for a package that is there now."""
     for contender in case.contenders:
         row = journal.find(case=case.name, contender=contender.name, n=n, run=run, **{"pass": which})
@@ -118,7 +119,7 @@ def measure_growth(
     entries: Iterable[Entry],
     sizes: Iterable[int],
     setting: Setting,
-    journal: Journal,
+    journal: Rows,
     pace: Pace,
     say: Say,
     longest: float = 1.5,
@@ -178,9 +179,7 @@ def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which
     }
 
 
-def measure_memory(
-    entries: Iterable[Entry], sizes: Iterable[int], setting: Setting, journal: Journal, say: Say
-) -> None:
+def measure_memory(entries: Iterable[Entry], sizes: Iterable[int], setting: Setting, journal: Rows, say: Say) -> None:
     """Every entry in a process of its own; beyond 8,192 tokens only those whose time is linear in N, or nearly."""
     for entry in entries:
         if entry.complexity == "each head's":

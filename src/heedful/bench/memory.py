@@ -1,7 +1,5 @@
 """What a call allocates: the peak and the largest piece, from torch's own record of every allocation on the CPU.
 
-    python -m heedful.bench.memory NAME SETTING N …      one entry of the catalogue, a JSON row a line
-
 A process of its own for each entry: nothing that was measured before lies in its memory. `peak_bytes` counts tensors
 beyond the inputs, and does not depend on the machine; `resident_bytes` is the growth of the process (Linux), which also
 sees what libraries allocate behind torch's back.
@@ -9,21 +7,18 @@ sees what libraries allocate behind torch's back.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from heedful.bench.catalogue import affordable, instance
-from heedful.bench.rows import Row
+from heedful.bench.rows import Row, problem
 from heedful.bench.setting import PASSES, Setting, Work
+from heedful.executor import Executor, TaskFailed
 from heedful.mechanisms import CATALOG
 
 
@@ -66,42 +61,55 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def measure(name: str, setting: Setting, sizes: list[int], longest: float = 60.0) -> Iterator[Row]:
-    """Rows of one entry, length by length, until a call would take longer than `longest` seconds."""
-    spent: dict[int, float] = {}
-    for n in sizes:
-        mechanism = instance(CATALOG[name], setting, n)
-        if not affordable(mechanism, setting, spent, n, longest):
-            return
-        work = Work(mechanism, setting.draw(n))
+class Meter:
+    """Measures one entry at (length, pass) after (length, pass), short lengths first."""
+
+    def __init__(self, name: str, setting: Setting, longest: float = 60.0):
+        self.name, self.setting, self.longest = name, setting, longest
+        self.spent: dict[int, float] = {}
+        self.at: tuple[int, Work | None] = (0, None)
+        self.limits = ExitStack()
+        self.limits.enter_context(limited_memory())
+
+    def __call__(self, item: tuple[int, str]) -> Row | None:
+        """Its row; None if a call would take longer than `longest` seconds."""
+        n, which = item
+        if self.at[0] != n:
+            mechanism = instance(CATALOG[self.name], self.setting, n)
+            fits = affordable(mechanism, self.setting, self.spent, n, self.longest)
+            self.at = n, Work(mechanism, self.setting.draw(n)) if fits else None
+        work = self.at[1]
+        if work is None:
+            return None
         size = sum(x.numel() * x.element_size() for x in work.inputs)
-        for which in PASSES:
-            row = {"entry": name, "n": n, "pass": which, "input_bytes": size}
-            start = setting.now()
-            try:
-                call = work.call(which)
-                found, resident = resident_growth(lambda call=call: allocated(call))  # type: ignore[misc]
-            except RuntimeError as error:
-                yield {**row, "problem": str(error).splitlines()[0]}
-                return
-            spent[n] = setting.now() - start
-            yield {**row, "peak_bytes": found.peak, "largest_bytes": found.largest, "resident_bytes": resident}
+        row = {"entry": self.name, "n": n, "pass": which, "input_bytes": size}
+        start = self.setting.now()
+        try:
+            call = work.call(which)
+            found, resident = resident_growth(lambda: allocated(call))
+        except RuntimeError as error:
+            return {**row, "problem": str(error).splitlines()[0]}
+        self.spent[n] = self.setting.now() - start
+        return {**row, "peak_bytes": found.peak, "largest_bytes": found.largest, "resident_bytes": resident}
 
 
 def measure_apart(name: str, setting: Setting, sizes: list[int]) -> Iterator[Row]:
-    """The same from a process of its own; a process that dies leaves a row that says so."""
-    command = [sys.executable, "-m", "heedful.bench.memory", name, json.dumps(asdict(setting)), *map(str, sizes)]
-    quiet = {**os.environ, "KINETO_LOG_LEVEL": "99"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet) as child:
-        assert child.stdout is not None and child.stderr is not None
-        row: Row = {"entry": name, "n": sizes[0], "pass": PASSES[0]}
-        for line in child.stdout:
-            row = json.loads(line)
-            yield row
-        said = child.stderr.read().strip().splitlines()
-    if child.returncode:
-        at = {key: row[key] for key in ("entry", "n", "pass")}
-        yield {**at, "problem": f"the process ended with {child.returncode} after this: {said[-1] if said else ''}"}
+    """Rows of one entry from a process of its own, until one can't be taken; a process that dies leaves a row that
+    says so.
+    """
+    process = Executor("processes", workers=1, threads=setting.threads)
+    for done in process.run(partial(Meter, name, setting), [(n, which) for n in sizes for which in PASSES]):
+        if done.error is not None:
+            n, which = done.item
+            why = done.error.reason if isinstance(done.error, TaskFailed) else problem(done.error)
+            yield {"entry": name, "n": n, "pass": which, "problem": why}
+            return
+        row = done.result()
+        if row is None:
+            return
+        yield row
+        if "problem" in row:
+            return
 
 
 @contextmanager
@@ -123,16 +131,3 @@ def limited_memory(share: float = 0.85) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def main() -> None:
-    name, given, *sizes = sys.argv[1:]
-    setting = Setting(**json.loads(given))
-    torch.set_num_threads(setting.threads)
-    with limited_memory():
-        for row in measure(name, setting, [int(n) for n in sizes]):
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -25,11 +25,12 @@ from heedful.bench.measure import (
 )
 from heedful.bench.memory import limited_memory
 from heedful.bench.plot import crossover_svg
-from heedful.bench.rows import Journal, Row, provenance
+from heedful.bench.rows import Row, Rows, provenance
 from heedful.bench.setting import PASSES, Setting
 from heedful.bench.timing import Pace
 from heedful.executor import using
 from heedful.mechanisms import CATALOG
+from heedful.store import write_whole
 
 TABLES = ("peers", "growth", "memory")
 
@@ -55,12 +56,12 @@ class Plan:
     pace: Pace = Pace()  # noqa: RUF009  (frozen)
     runs: int = 1
 
-    def journal(self, table: str) -> Journal:
+    def journal(self, table: str) -> Rows:
         peers = GPU_KEY if self.on_gpu else PEER_KEY
         key = {"peers": peers, "growth": GROWTH_KEY, "memory": MEMORY_KEY}[table]
-        path = self.out / f"{self.setting.device}_{table}.json"
+        path = self.out / f"{self.setting.device}_{table}.jsonl"
         fresh = self.fresh and table in self.tables
-        return Journal(path, key, provenance(self.setting_of(table)), fresh=fresh)
+        return Rows(path, key, provenance(self.setting_of(table)), fresh=fresh)
 
     @property
     def on_gpu(self) -> bool:
@@ -132,8 +133,8 @@ def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:
 
 
 def draw(rows: dict[str, list[Row]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(crossover_svg(rows["growth"]))
+    """Write the crossover lengths as an SVG file."""
+    write_whole(path, crossover_svg(rows["growth"]))
 
 
 class Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from textwrap import dedent
@@ -16,6 +16,7 @@ from heedful.cli.options import SIZES
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
 from heedful.kernels.dispatch import Kernel
 from heedful.mechanisms import CATALOG, Entry, Softmax
+from heedful.nn import Attention
 from heedful.patterns import Causal, Full
 from heedful.shapes import Float, Tensor
 
@@ -60,7 +61,7 @@ def _facts(entry: Entry, mechanism: Mechanism) -> Facts:
         "causal": mechanism.pattern.is_causal,
         "causal_is_optional": not entry.options.keys().isdisjoint(("pattern", "causal")),
         "streaming": isinstance(mechanism, RecurrentMechanism),
-        "kernels": ", ".join(kernel.backends) if isinstance(kernel, Kernel) else "",
+        "kernels": ", ".join(kernel.names) if isinstance(kernel, Kernel) else "",
     }
 
 
@@ -105,6 +106,11 @@ class Page:
         return self.mechanism.cost(self._dims)
 
     @cached_property
+    def layer_cost(self) -> Cost:
+        """The cost of a layer of that many heads around the mechanism: heads · d wide, with learned projections."""
+        return Attention(self.heads * self.d, self.heads, self.mechanism, device="meta").cost(self.n)
+
+    @cached_property
     def dense_cost(self) -> Cost:
         """Softmax over all keys, or over all earlier ones where the mechanism is causal."""
         return Softmax(Causal() if self.facts["causal"] else Full()).cost(self._dims)
@@ -137,6 +143,9 @@ class Page:
         """In words, what the picture is of."""
         settings = "".join(f"{name}={value}, " for name, value in self.small_options.items())
         return f"{settings}{self.tokens} random tokens, seed {self.seed}"
+
+    def stages_as_json(self) -> dict[str, Any]:
+        return {"layer_flops": self.layer_cost.flops, "stages": [asdict(stage) for stage in self.layer_cost.stages]}
 
     def as_json(self) -> dict[str, Any]:
         prose, mathematics = self.document

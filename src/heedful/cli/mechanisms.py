@@ -55,6 +55,7 @@ def show_command(
     tokens: Annotated[int | None, typer.Option("--tokens", help="Random tokens in the picture.  [default: 32]")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of these tokens.")] = 0,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the matrix to a file too.")] = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Show where the flops of a whole layer go.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain a mechanism: its mathematics, cost and picture.
@@ -63,9 +64,10 @@ def show_command(
     enough to be seen on a few dozen of them.
 
     \b
-    heedful.cli window-sinks --n 16384 --option before=1024
-    heedful.cli bigbird --tokens 96 --png bigbird.png
-    heedful.cli softmax --option "pattern=Window(8, sinks=1)"
+    heedful show window-sinks --n 16384 --option before=1024
+    heedful show bigbird --tokens 96 --png bigbird.png
+    heedful show softmax --option "pattern=Window(8, sinks=1)"
+    heedful show favor+ --heads 8 --stages
     """
     from heedful.cli import terminal
     from heedful.cli.mechanism_facts import Page
@@ -75,8 +77,9 @@ def show_command(
     tokens = (24 if name is None else 32) if tokens is None else tokens
     check_limits({"--n": n, "--d": d, "--heads": heads, "--tokens": tokens, "--seed": seed})
     if name is None:
-        if option or png:
-            fail(f"{'--option' if option else '--png'} needs the name of one mechanism, as in `heedful.cli softmax`.")
+        if option or png or stages:
+            needy = "--option" if option else "--png" if png else "--stages"
+            fail(f"{needy} needs the name of one mechanism, as in `heedful show softmax`.")
         everything = [Page(entry, {}, n, d, heads, tokens, seed) for entry in CATALOG.values()]
         if as_json:
             print_json([page.as_json() for page in everything])
@@ -93,7 +96,9 @@ def show_command(
     if png is not None:
         _save(page, png)
     if as_json:
-        print_json(page.as_json())
+        print_json(page.as_json() | (page.stages_as_json() if stages else {}))
+    elif stages:
+        terminal.print_stages(page)
     else:
         terminal.print_page(page, png)
 

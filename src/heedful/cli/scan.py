@@ -41,9 +41,11 @@ def scan_command(
         Path | None, typer.Option("--out", metavar="DIR", help="Where records are kept.  [default: runs/MODEL]")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the scan in --out.")] = False,
-    engine: Annotated[str, typer.Option("--engine", help="local, or ray: texts are spread over a cluster.")] = "local",
+    engine: Annotated[
+        str, typer.Option("--engine", help="local; processes, or ray (a cluster), which share the texts.")
+    ] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Of a Ray cluster that is running.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="Processes of --engine ray.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Of --engine processes or ray.")] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="SIZE", help="Take no more than this, such as 4G.")
     ] = None,
@@ -89,7 +91,7 @@ def scan_command(
             from heedful import hf
             from heedful.cli.scan_terminal import print_scan, progress_bar
             from heedful.hf.load import quiet
-            from heedful.scan import scan
+            from heedful.scan import Execution, ScanOptions, scan
             from heedful.scan.memory import keep_pages, parse
 
             quiet()
@@ -104,30 +106,23 @@ def scan_command(
             other = None if against is None else load(against)
         read, titles, given = _texts(texts or [], texts_count, given, hf.longest(network))
         with progress_bar(f"scanning {Path(model).name}", shown=not as_json) as tell:
-            found = scan(
-                network,
-                tokenizer,
-                read,
-                lengths=given,
+            options = ScanOptions(
                 layers=_numbers("--layers", layers),
-                precision=precision,
                 against=other,
-                out=folder,
-                resume=resume,
-                engine=engine,  # type: ignore[arg-type]
-                address=address,
-                workers=workers,
-                memory=limit,
-                device=device,
-                seed=seed,
+                precision=precision,
                 budget=budget,
+                seed=seed,
                 beyond=beyond,
                 allow_unknown=allow_unknown,
                 name=model,
                 against_name=against,
                 titles=titles,
-                progress=tell,
             )
+            execution = Execution(device, limit, engine, address, workers, tell)  # type: ignore[arg-type]
+            found = scan(
+                network, tokenizer, read, lengths=given, out=folder, resume=resume, options=options,
+                execution=execution,
+            )  # fmt: skip
         if as_json:
             print_json((found.table() if found.against is None else found.compare(found.against)).to_dicts())
             return

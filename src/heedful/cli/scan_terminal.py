@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from heedful.scan.answer import BASE, KINDS, number
-from heedful.store import RANK, title_of
+from heedful.store.scans import RANK, title_of
 
 if TYPE_CHECKING:
     from heedful.scan import Scan

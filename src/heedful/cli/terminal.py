@@ -24,13 +24,13 @@ CARD = 24
 
 def print_catalogue(rows: list[Facts]) -> None:
     """One line an entry where there is room, else two."""
-    console = _console()
-    _print(console, _wide_table(rows) if console.width >= 140 else _stacked_table(rows))
+    console = make_console()
+    print_parts(console, _wide_table(rows) if console.width >= 140 else _stacked_table(rows))
 
 
 def print_cards(pages: list[Page]) -> None:
     """A picture and the main facts of each, two cards side by side where there is room."""
-    console = _console()
+    console = make_console()
     colour = _has_colours(console)
     across = 2 if console.width >= 150 else 1
     block = picture.block_size(pages[0].matrix.shape, CARD, colour=colour)
@@ -47,15 +47,15 @@ def print_cards(pages: list[Page]) -> None:
         row.add_row(*(_card(page, colour, console.width // across - CARD - 6) for page in pages[at : at + across]))
         parts += [row, Text()]
     parts.append(Text("`heedful.cli NAME` tells more of one, `heedful list` compares them.", style="dim"))
-    _print(console, *parts)
+    print_parts(console, *parts)
 
 
 def print_page(page: Page, png: Path | None) -> None:
     """All there is to tell of one; `png` is the file its picture went to as well."""
-    console = _console(widest=110)
+    console = make_console(widest=110)
     facts, (prose, mathematics) = page.facts, page.document
     parts: list[RenderableType] = [
-        _two_ends(Text(facts["name"], style="bold"), Text(facts["family"], style="cyan")),
+        two_ends(Text(facts["name"], style="bold"), Text(facts["family"], style="cyan")),
         Text(facts["summary"]),
         Text(facts["paper"], style="dim"),
         Text(_in_python(page.mechanism), style="dim"),
@@ -63,7 +63,7 @@ def print_page(page: Page, png: Path | None) -> None:
     parts += [Padding(Text(paragraph), (1, 0, 0, 0)) for paragraph in prose[:1]]
     room = console.width - 4 - max((len(label) for label, _ in mathematics), default=0)
     formulas = [(label, fold_formula(text, room)) for label, text in mathematics]
-    parts += [Padding(_labelled(formulas), (1, 0, 0, 2))] if formulas else []
+    parts += [Padding(labelled(formulas), (1, 0, 0, 2))] if formulas else []
     parts += [Padding(Text(paragraph), (1, 0, 0, 0)) for paragraph in prose[1:]]
     drawing = picture.to_text(page.matrix, width=32 if console.width < 100 else 48, colour=_has_colours(console))
     if console.width >= 72:
@@ -75,16 +75,42 @@ def print_page(page: Page, png: Path | None) -> None:
     parts.append(Text(f"drawn: {page.drawn}", style="dim"))
     if png is not None:
         parts.append(Text(f"wrote {png}", style="dim"))
-    _print(console, *parts)
+    print_parts(console, *parts)
 
 
-def _console(widest: int = 160) -> Console:
+def print_stages(page: Page) -> None:
+    """Where the flops of a layer go, stage by stage."""
+    cost = page.layer_cost
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row(*(Text(heading, style="dim") for heading in ("stage", "flops", "share", "elementwise")))
+    for stage in cost.stages:
+        share = f"{100 * stage.flops / max(cost.flops, 1):.1f} %"
+        table.add_row(stage.name, _amount(stage.flops), share, _amount(stage.elementwise) if stage.elementwise else "")
+    table.add_row("total", _amount(cost.flops), "", _amount(sum(stage.elementwise for stage in cost.stages)))
+    width, heads = page.heads * page.d, "1 head" if page.heads == 1 else f"{page.heads} heads"
+    print_parts(
+        make_console(widest=110),
+        two_ends(Text(page.entry.name, style="bold"), Text(page.entry.family, style="cyan")),
+        Text(f"one layer, {width} wide: n = {page.n}, d = {page.d}, {heads}, batch 1", style="dim"),
+        Padding(table, (1, 0, 1, 2)),
+        Text(
+            "flops are of matrix products, a multiply-add being two. elementwise counts the numbers that get a "
+            "function of their own, such as an exponential; they are not among the flops.",
+            style="dim",
+        ),
+    )
+
+
+def make_console(widest: int = 160) -> Console:
     console = Console(highlight=False)
     console.width = min(console.width, widest)
     return console
 
 
-def _print(console: Console, *parts: RenderableType) -> None:
+def print_parts(console: Console, *parts: RenderableType) -> None:
     """Without the blanks that tables leave at the ends of lines."""
     with console.capture() as captured:
         console.print(*parts, sep="\n")
@@ -142,7 +168,7 @@ def _card(page: Page, colour: bool, room: int) -> Table:
     against = f"{_share(page)} × {page.dense_name} at n = {page.n}"
     streams = ", streams" if facts["streaming"] else ""
     lines: list[RenderableType] = [
-        _two_ends(Text(facts["name"], style="bold"), Text(facts["family"], style="cyan")),
+        two_ends(Text(facts["name"], style="bold"), Text(facts["family"], style="cyan")),
         Text(facts["summary"]),
         Text(f"{facts['complexity']}, {against}"),
         Text(f"{DIRECTIONS[direction(facts)]}{streams}"),
@@ -180,7 +206,7 @@ def _details(page: Page) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for heading, rows in sections.items():
         if rows:
-            parts += [Text(heading, style="bold"), Padding(_labelled(rows), (0, 0, 1, 2))]
+            parts += [Text(heading, style="bold"), Padding(labelled(rows), (0, 0, 1, 2))]
     return parts
 
 
@@ -199,7 +225,7 @@ def _in_python(mechanism: Mechanism) -> str:
     return " ".join(repr(mechanism).split())
 
 
-def _two_ends(left: Text, right: Text) -> Table:
+def two_ends(left: Text, right: Text) -> Table:
     line = Table.grid(expand=True)
     line.add_column(ratio=1)
     line.add_column(justify="right")
@@ -207,7 +233,7 @@ def _two_ends(left: Text, right: Text) -> Table:
     return line
 
 
-def _labelled(rows: list[tuple[str, str]]) -> Table:
+def labelled(rows: list[tuple[str, str]]) -> Table:
     """Labels in one column, texts in the next, wrapped under themselves."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)

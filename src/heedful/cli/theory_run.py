@@ -12,7 +12,8 @@ import heedful
 from heedful.cli import theory_terminal
 from heedful.report.book import book
 from heedful.report.shell import check_language
-from heedful.theory import run
+from heedful.store import write_whole
+from heedful.theory import registry, run
 from heedful.theory.records import Record, controls
 
 
@@ -57,7 +58,7 @@ def theory(
 ) -> Answer:
     """Raises ValueError for a claim, chapter, kind or language that there is not."""
     check_language(language)
-    plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, run.REGISTRY)
+    plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, registry.REGISTRY)
     run.select(plan)  # a wrong name is told before anything is begun
     start = time.perf_counter()
     with theory_terminal.Progress() as progress:
@@ -67,10 +68,9 @@ def theory(
         records = [record for record in records if record["verdict"] == "FAILS"]
     chapters = [
         {"name": one.name, "title": {"en": one.title.en, "zh": one.title.zh}, "text": one.text}
-        for one in run.chapters_of(plan.registry)
+        for one in registry.chapters_of(plan.registry)
     ]
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
         made = f"heedful {heedful.__version__}, {datetime.now(UTC):%Y-%m-%d}"
-        html.write_text(book(records, chapters, made=made, language=language), encoding="utf-8")
+        write_whole(html, book(records, chapters, made=made, language=language))
     return Answer(records, chapters, seconds, language, len(ids) == 1, html)

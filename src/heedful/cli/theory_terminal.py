@@ -20,9 +20,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from heedful.cli.terminal import _console, _labelled, _print, _two_ends
+from heedful.cli.terminal import labelled, make_console, print_parts, two_ends
+from heedful.latex import to_text
 from heedful.report.numbers import measured_text, number_text
-from heedful.report.plain_formulas import to_text
 from heedful.theory.records import controls, counts, differing
 
 Record = Mapping[str, Any]
@@ -75,25 +75,25 @@ def print_claims(
     records: Sequence[Record], chapters: Sequence[Mapping[str, Any]], *, seconds: float, language: str
 ) -> None:
     """The table, then what it comes to."""
-    console = _console()
+    console = make_console()
     parts: list[RenderableType] = []
     for chapter in chapters:
         own = [record for record in records if record["chapter"] == chapter["name"]]
         if own:
             parts += [Text(chapter["title"][language], style="bold cyan"), _table(own, console.width, language), Text()]
-    _print(console, *parts, *_sums(records, chapters, seconds, language))
+    print_parts(console, *parts, *_sums(records, chapters, seconds, language))
 
 
 def print_claim(record: Record, *, language: str) -> None:
     """All there is to tell of one."""
-    console = _console(widest=100)
-    _print(console, *_beginning(record, language, console.width))
+    console = make_console(widest=100)
+    print_parts(console, *_beginning(record, language, console.width))
     if record["counterexample"]:
-        _print(console, Text(), Text(WORDS[language]["counterexample"], style="cyan"))
+        print_parts(console, Text(), Text(WORDS[language]["counterexample"], style="cyan"))
         print(indent(record["counterexample"], "  "))  # as it is, however wide: it is there to be copied
     rest = _rest(record, language, console.width)
     if rest:
-        _print(console, *rest)
+        print_parts(console, *rest)
 
 
 def shorten(text: str, room: int) -> str:
@@ -204,7 +204,7 @@ def _differences(records: Sequence[Record], language: str) -> Table:
 def _beginning(record: Record, language: str, width: int) -> list[RenderableType]:
     place = f"§ {record['section']}, {record['kind']}"
     head = Text.assemble((record["id"], "bold"), "  ", _verdict(record, language))
-    return [_two_ends(head, Text(place, style="cyan")), *_content(record, language, width)]
+    return [two_ends(head, Text(place, style="cyan")), *_content(record, language, width)]
 
 
 def _rest(record: Record, language: str, width: int) -> list[RenderableType]:
@@ -220,7 +220,7 @@ def _rest(record: Record, language: str, width: int) -> list[RenderableType]:
         tail.append((words["first"], record["first"]))
     if record["reason"]:
         tail.append((words["reason"], record["reason"][language]))
-    parts += [Text(), _labelled(tail)] if tail else []
+    parts += [Text(), labelled(tail)] if tail else []
     return parts
 
 
@@ -234,7 +234,7 @@ def _content(record: Record, language: str, width: int) -> list[RenderableType]:
         rows.append((words["condition"], record["condition"][language]))
     if record["because"]:
         rows.append((words["because"], record["because"]))
-    parts += [Text(), _labelled(rows)] if rows else []
+    parts += [Text(), labelled(rows)] if rows else []
     for key in ("evidence", "control"):
         found = record[key]
         if found is not None:
@@ -257,4 +257,4 @@ def _formula(latex: str) -> str:
 
 def print_written(path: Path) -> None:
     """Where the book went."""
-    _print(_console(), Text(f"wrote {path}", style="dim"))
+    print_parts(make_console(), Text(f"wrote {path}", style="dim"))

@@ -1,6 +1,5 @@
 """Hugging Face models: loading them, and seeing every attention call they make. Needs `pip install 'heedful[hf]'`."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 try:
@@ -18,7 +17,7 @@ from heedful.hf.probe import Attending, Enough, Probe, probe
 from heedful.hf.prose import encode, longest, passages
 
 if TYPE_CHECKING:
-    from heedful.scan import scan
+    from heedful.scan import Execution, ScanOptions, scan
 
 __all__ = [
     "PACKAGED",
@@ -26,9 +25,11 @@ __all__ = [
     "Call",
     "CheckFailed",
     "Enough",
+    "Execution",
     "Notice",
     "Probe",
     "Refused",
+    "ScanOptions",
     "encode",
     "load",
     "longest",
@@ -40,7 +41,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`scan` is imported when it is first asked for: it takes polars, and itself stands on this package."""
-    if name == "scan":
-        return import_module("heedful.scan").scan
+    """Import `scan` and its options when they are first asked for: they need polars, and modules of this package."""
+    if name in ("Execution", "ScanOptions", "scan"):
+        from heedful import scan
+
+        return getattr(scan, name)
     raise AttributeError(f"module 'heedful.hf' has no attribute {name!r}")

@@ -11,8 +11,6 @@ from typing import Literal
 
 import torch
 
-from heedful.kernels.row_statistics.reference import by_blocks
-from heedful.kernels.row_statistics.sums import Request, RowSums
 from heedful.mechanisms.softmax import Softmax
 from heedful.operator import AttentionOperator
 from heedful.patterns import Pattern
@@ -90,12 +88,10 @@ class Call:
         return Softmax(self.pattern, self.scale, bias=self.bias, softcap=self.softcap, sink=self.sink)
 
     def operator(self) -> AttentionOperator:
-        """The weights of all heads, (b, h, n, m), never formed."""
+        """The weights of all heads, (b, h, n, m), never materialised."""
         if self.minus is not None:
             whole, half = self.softmaxes, self.heads
-            return difference(
-                whole.part(0, half).operator(), whole.part(half, 2 * half).operator(), self.minus, self.pattern
-            )
+            return whole.part(0, half).operator() - self.minus * whole.part(half, 2 * half).operator()
         return self.mechanism.operator(self.q, self.per_head(self.k), segments=self.segments)
 
     def forward(self) -> Float[Tensor, "b h n e"]:
@@ -136,40 +132,3 @@ class Call:
         """The same call in another precision."""
         bias, sink = (None if x is None else x.to(dtype) for x in (self.bias, self.sink))
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype), bias=bias, sink=sink)
-
-
-def difference(
-    a: AttentionOperator, b: AttentionOperator, factor: float = 1.0, pattern: Pattern | None = None
-) -> AttentionOperator:
-    """A − factor · B as a linear map; neither is formed unless the measures choose to.
-
-    pattern   outside of which both are zero, where that is known
-
-    >>> import heedful as h
-    >>> q, k = torch.randn(2, 8, 4).unbind()
-    >>> A, B = h.Softmax().operator(q, k), h.Softmax(h.Full()).operator(q, k)
-    >>> D, x = difference(A, B, 0.5), torch.randn(8, 3)
-    >>> torch.allclose(D @ x, A @ x - 0.5 * (B @ x)), torch.allclose(D.mT @ x, A.mT @ x - 0.5 * (B.mT @ x))
-    (True, True)
-    """
-    if a.shape != b.shape:
-        raise ValueError(f"a {a.shape} and b {b.shape}: expected operators of one shape.")
-
-    def row_sums(request: Request) -> RowSums:
-        def rows(part: slice) -> Tensor:
-            return a.rows(part) - factor * b.rows(part)
-
-        return by_blocks(rows, a.shape, a.layout, pattern, request, a.dtype, a.device)
-
-    return AttentionOperator(
-        a.shape,
-        a.dtype,
-        a.device,
-        lambda x: a @ x - factor * (b @ x),
-        lambda y: a.mT @ y - factor * (b.mT @ y),
-        lambda: a.to_dense() - factor * b.to_dense(),
-        row_sums,
-        layout=a.layout,
-        formed=lambda: a.form() - factor * b.form(),
-        raised=lambda: difference(a.float(), b.float(), factor, pattern),
-    )

@@ -21,12 +21,13 @@ def compare_call(call: Call, own: Own, out: Tensor, *others: Tensor) -> None:
     exact = call.to(torch.float64)
     expected, weights = own.exactly()
     real = call.real[:, None, :, None]
-    scores = (exact.q @ exact.per_head(exact.k).mT).abs().max() * call.scale
+    scores = (call.q.float() @ call.per_head(call.k).float().mT).abs().max() * call.scale
     # Eager functions take softmax in float32: a score z is rounded by eps·|z|, and its weight by as much, relatively.
     allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(scores))
-    _demand(exact.operator().to_dense(), weights, real, allowed, f"{where}: weights")
+    matrix = exact.operator().to_dense()
+    _demand(matrix, weights, real, allowed, f"{where}: weights")
     height = float(call.v.abs().max())
-    oracle = exact.forward()
+    oracle = matrix @ exact.per_head(exact.v)
     _demand(oracle, expected, real, allowed * height, f"{where}: outputs")
     # In the precision of the model: at most twice the error of the model's own computation.
     error = _largest((out.transpose(1, 2).double() - oracle).abs(), real)

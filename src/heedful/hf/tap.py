@@ -40,7 +40,7 @@ class Own:
         return self._run(*self.tensors, self.options)
 
     def exactly(self) -> tuple[Tensor, Tensor]:
-        """Output (b, h, n, e) and weights (b, h, n, m) in float64.
+        """Output (b, h, n, e) and weights (b, h, n, m) in float64, by one run on [values, identity].
 
         The weights are the output for values that are the identity: what the function does to values, which need not be
         what it reports (some apply a sink after the weights they report).
@@ -48,7 +48,8 @@ class Own:
         q, k, v = (x.double() for x in self.tensors)
         options = {name: x.double() if _is_float(x) else x for name, x in self.options.items()}
         unit = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*v.shape[:2], -1, -1)
-        out, weights = (self._run(q, k, values, options)[0].transpose(1, 2) for values in (v, unit))
+        both = self._run(q, k, torch.cat([v, unit], -1), options)[0].transpose(1, 2)
+        out, weights = both.split([v.shape[-1], unit.shape[-1]], -1)
         return out, weights
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor | None]:

@@ -1,40 +1,187 @@
-"""Which backend runs a kernel, and why.
+"""The one place where a backend is chosen, and what every kernel call has in common.
 
-A backend is a function and its objections: a list of sentences saying why it can't take these inputs. The
-first backend without objections runs. Nothing else decides, so `explain` can always tell.
+A kernel is an ordered list of backends. A backend says in sentences why it can't take given inputs: its objections. The
+first backend without objections runs, unless it yields to a faster one that has none either.
+
+The decision is cached by kind of input. A kernel's `kind` maps its arguments to a key that holds all that objections
+look at (shapes, dtypes, device, gradients, options). It is None where the values of a tensor matter, as those of
+segments do: then each call decides. `explain` tells the decision that runs.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from heedful.shapes import Tensor
 
-# For the whole process, like torch's own backend switches: torch.compile can follow a global, not a context variable.
-_forced: str | None = None
+Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_DECISIONS = 1024
+"""Decisions that a kernel caches; one more, and it starts afresh."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of a kernel; both functions take the kernel's arguments."""
+    """One implementation of a kernel; all functions take the kernel's arguments.
+
+    name         what runs, in a word; `heedful.backend(name)` asks for it
+    run          the implementation
+    objections   why it can't take these inputs, in sentences; an empty list if it can
+    yields       {name of another backend: why that one is faster}, for inputs that this one could take too
+    relaunch     a function for further calls with inputs of this kind, or None; called once, when the kind is new
+    """
 
     name: str
     run: Callable[..., Any]
     objections: Callable[..., list[str]]
-    again: Callable[..., Any] | None = None
-    """What it gives for inputs of a kind that it has taken before, None for any other; not all backends remember."""
+    yields: Callable[..., dict[str, str]] | None = None
+    relaunch: Callable[..., Callable[..., Any] | None] | None = None
 
 
-def out_of_reach(q: Tensor) -> list[str]:
-    """Why no Triton kernel could run for inputs where q is, whatever they are."""
+@dataclass(frozen=True)
+class Decision:
+    """Which backend takes inputs of one kind, why those before it do not, and what to run: it, or its cached launch."""
+
+    backend: Backend
+    objections: dict[str, list[str]]
+    run: Callable[..., Any]
+    launches: bool = False
+    """`run` is a cached launch, which autocast does not reach."""
+
+
+class Kernel:
+    """Implementations of one signature, in order of preference.
+
+    >>> slow = Backend("torch", lambda x: x + x, lambda x: [])
+    >>> fast = Backend("triton", lambda x: 2 * x, lambda x: [] if x.is_cuda else ["x is not on a GPU."])
+    >>> double = Kernel("double", fast, slow)
+    >>> double(torch.ones(2))
+    tensor([2., 2.])
+    >>> print(double.explain(torch.ones(2)))
+    double/triton: x is not on a GPU.
+    double/torch: can run
+    → torch
+    """
+
+    def __init__(self, name: str, *backends: Backend, kind: Callable[..., Hashable | None] | None = None):
+        self.name, self.kind = name, kind
+        self.backends = {backend.name: backend for backend in backends}
+        self.decisions: dict[Hashable, Decision] = {}
+        for backend in self.backends:
+            _names[self._label(backend)] = _names[_last(backend)] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the backends, each once, as `heedful.backend` takes them."""
+        return list(dict.fromkeys(map(_last, self.backends)))
+
+    def __call__(self, first, /, *args, **kwargs):
+        """Run the chosen backend, in the precision of the inputs: autocast stays outside.
+
+        first   a tensor, or anything else on one device
+        """
+        decision = self.decide(first, *args, **kwargs)
+        if decision.launches or not torch.is_autocast_enabled(first.device.type):
+            return decision.run(first, *args, **kwargs)
+        with as_given(first):
+            return decision.run(first, *args, **kwargs)
+
+    def choose(self, *args, **kwargs) -> Backend:
+        """The backend that runs; an error with every objection where none can."""
+        return self.decide(*args, **kwargs).backend
+
+    def decide(self, *args, **kwargs) -> Decision:
+        """The decision for these inputs: cached, where inputs of this kind came before."""
+        if self.kind is None or torch.compiler.is_compiling():
+            return self._decide(args, kwargs)
+        kind = self.kind(*args, **kwargs)
+        if kind is None:
+            return self._decide(args, kwargs)
+        key = kind, _forced, torch.is_grad_enabled()
+        try:
+            found = self.decisions.get(key)
+        except TypeError:  # a pattern without a hash
+            return self._decide(args, kwargs)
+        if found is None:
+            found = self._decide(args, kwargs)
+            if len(self.decisions) >= MOST_DECISIONS:
+                self.decisions.clear()
+            relaunch = found.backend.relaunch
+            launch = None if relaunch is None else relaunch(*args, **kwargs)
+            self.decisions[key] = found if launch is None else replace(found, run=launch, launches=True)
+        return found
+
+    def _decide(self, args: tuple, kwargs: dict[str, Any]) -> Decision:
+        with as_given(args[0]):
+            return self._first_without_objections(args, kwargs)
+
+    def _first_without_objections(self, args: tuple, kwargs: dict[str, Any]) -> Decision:
+        forced = self._asked_for()
+        wanted = forced or self.backends
+        objections: dict[str, list[str]] = {}
+
+        def object_to(name: str) -> list[str]:
+            if name not in objections:
+                objections[name] = wanted[name].objections(*args, **kwargs)
+            return objections[name]
+
+        for name, backend in wanted.items():
+            if object_to(name):
+                continue
+            faster = {} if backend.yields is None else backend.yields(*args, **kwargs)
+            why = [reason for other, reason in faster.items() if other in wanted and not object_to(other)]
+            if not why:
+                return Decision(backend, objections, backend.run)
+            objections[name] = why
+        reasons = "\n".join(f"  {name}: {reason}" for name, why in objections.items() for reason in why)
+        hint = "" if not forced else f' (asked for by heedful.backend("{_forced}"))'
+        raise RuntimeError(f"{self.name}: no backend can take these inputs{hint}:\n{reasons}")
+
+    def refuses(self, name: str, *args, **kwargs) -> list[str]:
+        """Why one backend would not run if it were the only one: its objections, or that another one is asked for."""
+        return self._not_asked_for(name) or self.backends[name].objections(*args, **kwargs)
+
+    def explain(self, first, /, *args, **kwargs) -> str:
+        """One line a backend, with what it objects to, and the one that runs."""
+        lines = []
+        with as_given(first):
+            decision = self.decide(first, *args, **kwargs)
+            for name, backend in self.backends.items():
+                why = self._not_asked_for(name) or decision.objections.get(name)
+                why = backend.objections(first, *args, **kwargs) if why is None else why
+                lines.append(f"{self._label(name)}: {'; '.join(why) if why else 'can run'}")
+        return "\n".join([*lines, f"→ {decision.backend.name}"])
+
+    def _asked_for(self) -> dict[str, Backend]:
+        """The backends of this kernel that `heedful.backend` asks for."""
+        if _forced is None:
+            return {}
+        return {name: x for name, x in self.backends.items() if _forced in (_last(name), self._label(name))}
+
+    def _not_asked_for(self, name: str) -> list[str] | None:
+        asked = self._asked_for()
+        return [f'heedful.backend("{_forced}") was asked for'] if asked and name not in asked else None
+
+    def _label(self, backend: str) -> str:
+        """ "kernel/backend"; a backend that is one of another kernel has such a name already."""
+        return backend if "/" in backend else f"{self.name}/{backend}"
+
+
+def _last(backend: str) -> str:
+    """The backend of "kernel/backend"."""
+    return backend.rpartition("/")[2]
+
+
+def triton_unavailable(q) -> list[str]:
+    """Why no Triton kernel can run where q is, whatever the other inputs are."""
     if q.device.type != "cuda":
         return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
     if find_spec("triton") is None:
@@ -42,73 +189,25 @@ def out_of_reach(q: Tensor) -> list[str]:
     return []
 
 
-def triton_backend(module: str, name: str) -> Backend:
-    """The function `name` of a module of Triton programs, which is imported when inputs on a GPU first ask for it."""
+def triton_backend(module: str, name: str, *, relaunches: bool = False) -> Backend:
+    """The function `name` of a module of Triton programs, imported when inputs on a GPU first ask for it.
+
+    relaunches   the module has a function `relaunch`, which is that of the backend
+    """
 
     def run(*args, **kwargs):
         return getattr(import_module(module), name)(*args, **kwargs)
 
-    def objections(q: Tensor, *args, **kwargs) -> list[str]:
-        return out_of_reach(q) or import_module(module).objections(q, *args, **kwargs)
+    def objections(q, *args, **kwargs) -> list[str]:
+        return triton_unavailable(q) or import_module(module).objections(q, *args, **kwargs)
 
-    def again(*args):
-        programs = sys.modules.get(module)
-        return None if programs is None else programs.again(*args)
+    def relaunch(*args, **kwargs):
+        return import_module(module).relaunch(*args, **kwargs)
 
-    return Backend("triton", run, objections, again)
-
-
-class Kernel:
-    """Implementations of one signature, in order of preference."""
-
-    def __init__(self, name: str, *backends: Backend):
-        self.name = name
-        self.backends = {backend.name: backend for backend in backends}
-
-    def __call__(self, q: Tensor, *args, **kwargs):
-        """Run on the first backend without objections, in the precision of the inputs: autocast stays outside."""
-        if torch.is_autocast_enabled(q.device.type):
-            with as_given(q):
-                return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
-        return self.choose(q, *args, **kwargs).run(q, *args, **kwargs)
-
-    def again(self, *args):
-        """What the Triton backend gives for inputs of a kind that it has taken before, which nobody asks about again.
-
-        None for any other, and where another backend was asked for: the full call is for them.
-        """
-        backend = self.backends.get(_forced or "triton") or self.backends["triton"]
-        return None if backend.again is None else backend.again(*args)
-
-    def choose(self, *args, **kwargs) -> Backend:
-        """The backend that would run; an error with every objection where none can."""
-        forced = _forced
-        wanted = [self.backends[forced]] if forced in self.backends else self.backends.values()
-        refusals = {}
-        for backend in wanted:
-            refusals[backend.name] = backend.objections(*args, **kwargs)
-            if not refusals[backend.name]:
-                return backend
-        reasons = "\n".join(f"  {name}: {reason}" for name, why in refusals.items() for reason in why)
-        hint = f' (asked for by heedful.backend("{forced}"))' if forced in self.backends else ""
-        raise RuntimeError(f"{self.name}: no backend can take these inputs{hint}:\n{reasons}")
-
-    def refuses(self, name: str, *args, **kwargs) -> list[str]:
-        """Why one backend would not run: its objections, or that another one was asked for."""
-        if _forced in self.backends and _forced != name:
-            return [f'heedful.backend("{_forced}") was asked for.']
-        return self.backends[name].objections(*args, **kwargs)
-
-    def explain(self, *args, **kwargs) -> str:
-        """One line a backend: whether it would take these inputs and, if not, why not."""
-        lines = []
-        for backend in self.backends.values():
-            why = backend.objections(*args, **kwargs)
-            lines.append(f"{self.name}/{backend.name}: {'; '.join(why) if why else 'can run'}")
-        return "\n".join([*lines, f"→ {self.choose(*args, **kwargs).name}"])
+    return Backend("triton", run, objections, relaunch=relaunch if relaunches else None)
 
 
-def as_given(x: Tensor):
+def as_given(x):
     """No autocast on the device of x: what a kernel raised to float32 must not be rounded again on the way."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
@@ -119,6 +218,38 @@ def on_device(x: Tensor):
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
+
+
+def uncompiled(function: Function) -> Function:
+    """The function, which torch.compile neither traces nor traces through: it would unroll loops over the length.
+
+    >>> uncompiled(lambda x: x + 1)(1)
+    2
+
+    `torch.compiler.disable` does the same, but loads the compiler to do so: 140 MiB, and half of the time that it takes
+    to import heedful.
+    """
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(call.__code__, skip)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):  # of another version of torch
+        return torch.compiler.disable(function)
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+# For the whole process, like torch's own backend switches: torch.compile can follow a global, not a context variable.
+_forced: str | None = None
+_names: dict[str, None] = {}
+"""The backends of all kernels: each as "name" and as "kernel/name"."""
+RENAMED = {"groups": "cpu_groups"}
+"""Former names, which work with a warning."""
 
 
 def asked_for() -> str | None:
@@ -137,17 +268,30 @@ def _force(name: str | None) -> Iterator[None]:
 
 
 class _Chooser:
-    """`with heedful.backend("torch"): …` runs every kernel that has that backend on it."""
+    """`with heedful.backend("torch"): …` runs every kernel that has that backend on it.
 
-    known = ("torch", "sdpa", "triton")
+    "softmax/torch" asks for it in one kernel. The names are those that `heedful list` and `explain` show.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all backends."""
+        return tuple(name for name in _names if "/" not in name)
 
     def __call__(self, name: str | None):
-        if name is not None and name not in self.known:
-            raise ValueError(f"backend: expected one of {', '.join(self.known)} or None, got {name!r}.")
+        if name in RENAMED:
+            warnings.warn(f"backend: {name!r} is now {RENAMED[name]!r}.", DeprecationWarning, stacklevel=2)
+            name = RENAMED[name]
+        if name is not None and name not in _names:
+            known = ", ".join(sorted(self.names))
+            raise ValueError(
+                f'backend: got {name!r}, expected one of {known}, one of them in one kernel, as in "softmax/torch", or '
+                "None. mechanism.explain(q, k, v) shows the backends of a mechanism."
+            )
         return _force(name)
 
     def explain(self, mechanism, q, k, v, *, segments=None) -> str:
-        """Which backend `mechanism(q, k, v)` would run on, and what the others object to."""
+        """Which backend `mechanism(q, k, v)` runs on, and what the others object to."""
         return mechanism.explain(q, k, v, segments=segments)
 
 

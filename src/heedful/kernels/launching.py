@@ -27,7 +27,7 @@ def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[]
     """
     known = ready.get(key)
     if known is None:
-        if parallel_compile.UNDER_WAY.get():
+        if parallel_compile.COMPILING.get():
             parallel_compile.compile_only(pointers, *describe())
             return
         known = first(pointers, *describe())
@@ -35,6 +35,24 @@ def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[]
             ready[key] = known
     else:
         known(*[x if x.__class__ is int else x.data_ptr() for x in pointers])
+
+
+class LaunchCache(dict):
+    """What launches need to know, by kind of input: sizes, constants, compiled programs.
+
+    The key must hold all that Triton looks at: sizes, strides, dtypes, alignment, device. A full cache starts afresh.
+    """
+
+    MOST = 1024
+
+    def find(self, key: Hashable, make: Callable[..., Any], *args) -> Any:
+        """What is cached for the key; if nothing is, make(*args), which is cached from then on."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= self.MOST:
+                self.clear()
+            found = self[key] = make(*args)
+        return found
 
 
 class Program:

@@ -1,7 +1,7 @@
-"""Compiling side by side: before a call launches anything, both of its passes run once with launches that only compile.
+"""The first training call compiles the programs of both passes in parallel, before it launches any.
 
-One program takes up to six seconds to compile, and a call with its backward pass launches up to a dozen: one after the
-other, as they are met, the first call of float32 heads took half a minute.
+Both passes run once with launches that only compile. One program takes up to six seconds to compile, and a call with
+its backward pass launches up to a dozen: one after the other, the first call of float32 heads took half a minute.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton
 from torch import Tensor
 
 WORKERS = min(8, os.cpu_count() or 1)
-UNDER_WAY: ContextVar[bool] = ContextVar("rehearsal", default=False)  # in this thread alone: others go on launching
-DONE = "rehearsed"
+COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)  # in this thread alone: others go on launching
+DONE = "compiled"
 
 
-class Rehearsed:
-    """Stands for the context of an autograd function in a rehearsal."""
+class CompileContext:
+    """Stands for the context of an autograd function while its programs are compiled."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
@@ -34,30 +34,32 @@ class Rehearsed:
         pass
 
 
-def rehearse(function: Any, ctx: Any, ready: dict, *inputs) -> None:
-    """Compiles what both passes of this autograd function launch, if its forward pass, which calls this, is the first.
+def compile_both_passes(function: Any, ctx: Any, ready: dict, *inputs) -> None:
+    """Compile the programs of both passes of an autograd function; its forward pass calls this.
 
-    `ready` is where compiled programs of such inputs are kept. What does not compile says so when it is launched.
+    ready   the compiled programs for inputs of this kind: nothing happens if this call is not the first of its kind
+
+    A program that does not compile raises its error when it is launched.
     """
-    if DONE in ready or triton.knobs.runtime.interpret or UNDER_WAY.get() or not any(ctx.needs_input_grad):
+    if DONE in ready or triton.knobs.runtime.interpret or COMPILING.get() or not any(ctx.needs_input_grad):
         return
     ready[DONE] = True
-    before = UNDER_WAY.set(True)
+    before = COMPILING.set(True)
     try:
         with ThreadPoolExecutor(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            _run(function, Rehearsed(ctx.needs_input_grad), inputs)
+            _run(function, CompileContext(ctx.needs_input_grad), inputs)
     except torch.OutOfMemoryError:
         pass  # there may be room when the second pass comes; its programs are compiled one by one then
     finally:
-        UNDER_WAY.reset(before)
+        COMPILING.reset(before)
 
 
-def _run(function: Any, ctx: Rehearsed, inputs: tuple) -> None:
+def _run(function: Any, ctx: CompileContext, inputs: tuple) -> None:
     outputs = function.forward(ctx, *inputs)
     first, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
     function.backward(ctx, torch.empty_like(first), *[None] * len(others))
 
 
 def compile_only(pointers, kernel, grid, numbers, constants, options) -> None:
-    """Begins to compile a program, in a rehearsal."""
+    """Begin to compile a program."""
     kernel.warmup(*pointers, *numbers, grid=grid, **constants, **options)

@@ -16,7 +16,7 @@ Layout = tuple[tuple[int, ...], bool]
 
 
 class Sizes(Protocol):
-    """Of a plan: r features made of d columns, values of width e, and whether there is a normaliser."""
+    """Of a setup: r features made of d columns, values of width e, and whether there is a normaliser."""
 
     r: int
     d: int

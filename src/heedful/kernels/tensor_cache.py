@@ -1,4 +1,4 @@
-"""Results kept until the tensors they were made from change."""
+"""Results cached until the tensors that they were made from change."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 
-def kept(store: WeakIdKeyDictionary, tensors: Sequence[Tensor], key: Hashable, make: Callable[[], T]) -> T:
-    """make(), or what it returned for the same `key` when these same tensors were last given and not written to since.
+def cached(store: WeakIdKeyDictionary, tensors: Sequence[Tensor], key: Hashable, make: Callable[[], T]) -> T:
+    """make(), or its cached result: for the same tensors, not written to since, and the same `key`.
 
     >>> store, x = WeakIdKeyDictionary(), torch.ones(2)
-    >>> y = kept(store, [x], "double", lambda: 2 * x)
-    >>> kept(store, [x], "double", lambda: 2 * x) is y
+    >>> y = cached(store, [x], "double", lambda: 2 * x)
+    >>> cached(store, [x], "double", lambda: 2 * x) is y
     True
     >>> _ = x.add_(1)
-    >>> kept(store, [x], "double", lambda: 2 * x)
+    >>> cached(store, [x], "double", lambda: 2 * x)
     tensor([4., 4.])
 
-    One result a first tensor, which is not kept alive by it. A write that PyTorch does not count, through `.data` or
-    by another library, is not seen.
+    One result is cached for each first tensor, which the cache does not keep alive. Writes that PyTorch does not count,
+    through `.data` or by another library, go unnoticed.
     """
-    if _untellable(tensors):
+    if _must_be_made_anew(tensors):
         return make()
     first, *others = tensors
     versions = [x._version for x in tensors]
@@ -41,8 +41,8 @@ def kept(store: WeakIdKeyDictionary, tensors: Sequence[Tensor], key: Hashable, m
     return result
 
 
-def _untellable(tensors: Sequence[Tensor]) -> bool:
-    """Whether results must not outlive the call: tensors without a version, gradients, compilers, graphs."""
+def _must_be_made_anew(tensors: Sequence[Tensor]) -> bool:
+    """Whether the result must not be cached: tensors without a version, gradients, compilers, CUDA graphs."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return True
     if any(x.is_inference() or x.requires_grad for x in tensors):

@@ -4,6 +4,7 @@ from heedful.measures.concentration import Concentration, concentration
 from heedful.measures.heads import HeadMeasures, head_measures
 from heedful.measures.positions import PositionalPattern, positional_pattern
 from heedful.measures.rows import RowStatistics, entropy, row_statistics, sink_mass
+from heedful.measures.search import SearchOptions
 from heedful.measures.spectrum import (
     Decay,
     EffectiveRank,
@@ -28,6 +29,7 @@ __all__ = [
     "Interval",
     "PositionalPattern",
     "RowStatistics",
+    "SearchOptions",
     "Spectrum",
     "concentration",
     "decay_exponent",

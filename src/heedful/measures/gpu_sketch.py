@@ -1,11 +1,11 @@
-"""A sketch on a GPU, where a product with A costs little more than its launch, and a wait as much as several.
+"""`linalg.Sketch` for a GPU, with few launches and one synchronisation.
 
-What it does is what `linalg.Sketch` does, by as few launches as it takes:
+A product with A takes little longer than its launch; a synchronisation takes as long as several launches. So
 
-    columns are made orthonormal by products alone, X L⁻ᵀ with L Lᵀ = XᵀX in float64, not by Householder's small steps
-    whether that did is asked once, when the sketch is solved: heads where it did not are sketched again with care
-    of the products that the Ritz values come from the lower half alone is kept, which is what `eigh` reads
-    small matrices are decomposed by the cores of the host, each by one of them
+    columns are orthonormalised by Cholesky QR, X L⁻ᵀ with L Lᵀ = XᵀX in float64, instead of Householder reflections
+    whether that succeeded is checked once, in `solve`; heads where it failed are sketched again by Householder
+    only the lower half of the Gram matrix is computed, which is all that `eigh` reads
+    the small eigenproblems run on the CPU cores, one matrix to a core
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ASTRAY = 1e-3  # ‖UᵀU − 1‖ of columns that can't be called orthonormal: 
 
 
 class _Made(NamedTuple):
-    """What tells whether a block of columns could be made orthonormal, in float64."""
+    """Evidence that a block of columns was orthonormalised, in float64."""
 
-    lengths: Float[Tensor, "b p"]  # of what each column adds to those before it: the diagonal of L
-    squares: Float[Tensor, "b p"]  # of the columns' own lengths
-    size: Float[Tensor, "b 1"]  # of what the block was projected from; one for each block
+    lengths: Float[Tensor, "b p"]  # of each column without its part in the columns before it: the diagonal of L
+    squares: Float[Tensor, "b p"]  # squared lengths of the columns themselves
+    size: Float[Tensor, "b 1"]  # norm of the block before it was projected; one number for each block
 
 
 class LaunchedSketch(Sketch):
-    """A sketch that asks for few launches and waits once.
+    """A sketch with few launches and one synchronisation.
 
     >>> A = torch.diag(torch.tensor([5.0, 4.0, 3.0, 1e-3, 0, 0, 0, 0]))
     >>> sketch = LaunchedSketch(A, block=2, most=4)
@@ -45,7 +45,7 @@ class LaunchedSketch(Sketch):
     """
 
     careful: tuple[Int[Tensor, " c"], Sketch] | None = None
-    """Heads that products alone do not do for, and their sketch, which is grown as on a CPU."""
+    """Heads where Cholesky QR failed, and their sketch by Householder reflections."""
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -89,15 +89,15 @@ class LaunchedSketch(Sketch):
     def solve(self) -> Ritz:
         k, batch = self.width, self._size.shape
         basis, _, inner = (x.narrow(1, 0, k) for x in self._flat)
-        # All that can be asked for before the wait, which is in `eigh`.
+        # Launch everything before `_ritz`, which synchronises.
         after = _heads(self._next).double()
         left, apart = torch.bmm(after.mT, after), torch.bmm(basis, basis.mT)
         apart.diagonal(dim1=-2, dim2=-1).sub_(1)
         defect = torch.linalg.vector_norm(apart, dim=(-2, -1), keepdim=True, dtype=torch.float64)[..., 0]
-        # What is NaN here is seen below; `eigh` would end the search with it.
+        # `eigh` would raise on NaN; heads with NaN are found by `sound` below.
         inner = torch.nan_to_num(inner.narrow(2, 0, k), 0, 0, 0)
         first = self._first.shape[-1]
-        found = _ritz(inner, left, self._first)  # waits for the GPU
+        found = _ritz(inner, left, self._first)  # synchronises
         signs = [x for made in zip(*self._made, strict=True) for x in made]
         defect, *signs = torch.cat([defect, *signs], -1).cpu().split([1, k, k, len(self._made)], -1)
         squares, leaks, shares = found.unbind(-2)
@@ -116,7 +116,7 @@ class LaunchedSketch(Sketch):
         return Ritz(squares, leaks, left.shape[-1], shares)
 
     def _sketched_again(self, bad: Int[Tensor, " c"]) -> Sketch:
-        """A sketch of these heads as wide as this one, by Householder's steps."""
+        """A sketch of these heads, as wide as this one, by Householder reflections."""
         if self.careful is None or not torch.equal(self.careful[0], bad):
             heads = bad.to(self.op.device)
             op = self.op[heads] if isinstance(self.op, Tensor) and self.op.ndim == 3 else _Some(self.op, heads)
@@ -138,7 +138,7 @@ class LaunchedSketch(Sketch):
 
 
 class _Some:
-    """Some heads of a batch of maps, which can't be taken out of it: products with all, zeros for the others."""
+    """Some heads of an operator that can't be indexed: products with all heads, zeros for the others."""
 
     def __init__(self, op: Linear, heads: Int[Tensor, " c"]):
         self.op, self.heads, self.dtype, self.device = op, heads, op.dtype, op.device
@@ -158,10 +158,10 @@ class _Some:
 def _ritz(
     gram: Float[Tensor, "b k k"], left: Float[Tensor, "b p p"], first: Float[Tensor, "b f f"]
 ) -> Float[Tensor, "b 3 k"]:
-    """Ritz values, squared residuals and shares, on the host.
+    """Ritz values, squared residuals and shares, on the CPU.
 
-    A GPU decomposes one matrix after the other, 3.4 ms for 384 columns on an H200; a core takes 18 ms. So many cores
-    are faster (32 matrices: 55 ms with 16 cores, 109 on the GPU), and the GPU is free for other work meanwhile.
+    A GPU decomposes one matrix after the other: 32 matrices of 192 columns take 47 ms on an H200, 8 ms on 16 cores, and
+    the GPU is free for other work meanwhile. With fewer than 8 cores the GPU does it.
     """
     if gram.device.type == "cpu" or len(gram) == 1 or CORES < 8:
         return _decomposed(gram, left, first).cpu()
@@ -178,7 +178,7 @@ def _decomposed(gram: Tensor, left: Tensor, first: Tensor) -> Float[Tensor, "*b 
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """A copy in pinned memory, under way."""
+    """An asynchronous copy in pinned memory."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
@@ -192,17 +192,18 @@ def _heads(x: Float[Tensor, "*b n m"]) -> Float[Tensor, "b n m"]:
 
 
 def without(x: Float[Tensor, "b n p"], basis: Float[Tensor, "b k n"]) -> Float[Tensor, "b n p"]:
-    """x, which is written to, without its part in the rows of `basis`, which are orthonormal."""
+    """x minus its projection on the orthonormal rows of `basis`. Overwrites x."""
     return x.baddbmm_(basis.mT, torch.bmm(basis, x), alpha=-1) if basis.shape[-2] else x
 
 
 def orthonormal_rows(
     x: Float[Tensor, "b n p"], size: Float[Tensor, "*b"]
 ) -> tuple[Float[Tensor, "b p n"], Float[Tensor, "b p p"], _Made]:
-    """An orthonormal basis of x as rows, in float64, with L; and what tells whether it is one. Nothing waits.
+    """Cholesky QR without a synchronisation: an orthonormal basis of x as rows in float64, L, and evidence for `sound`.
 
-    A part in the columns that came before, which rounding left when x was projected from `size`, grows by the condition
-    of x: so this does where no column is nearly in the span of the others, nor all rounding.
+    size   norm of x before it was projected. Rounding left a part of the earlier columns in x, which grows by the
+           condition number of x. So this fails where a column nearly lies in the span of the others, or is rounding
+           noise.
     """
     wide = x.double()
     inner = torch.bmm(wide.mT, wide)
@@ -213,6 +214,9 @@ def orthonormal_rows(
 
 
 def sound(made: _Made, blocks: list[int], eps: float) -> Bool[Tensor, " b"]:
-    """Whether all columns of blocks that stand side by side were far enough from each other and from rounding."""
+    """True for heads whose columns were all linearly independent and longer than rounding noise.
+
+    blocks   columns of each block, in the order of `made`
+    """
     rounding = LOST * eps * made.size.repeat_interleave(torch.tensor(blocks), -1)
     return (made.lengths > torch.maximum(rounding, 1e-3 * made.squares.sqrt())).all(-1)

@@ -17,7 +17,7 @@ from heedful.column_slabs import Trimmed
 from heedful.linalg import Matrices
 from heedful.measures.render import Measurement
 from heedful.measures.rows import RowStatistics, check_operator, over_rows, statistics_into
-from heedful.measures.search import BUDGET, EXACT, pays_to_form
+from heedful.measures.search import DEFAULT, EXACT, SearchOptions, pays_to_form, with_old_keywords
 from heedful.measures.spectrum import Spectrum, spectrum
 from heedful.operator import AttentionOperator
 from heedful.patterns import Pattern
@@ -52,14 +52,13 @@ class HeadMeasures(Measurement):
         return self.spectrum.plot() & self.rows.plot()
 
 
+@with_old_keywords
 def head_measures(
     op: AttentionOperator,
     k: int = 32,
     *,
     tau: float | Sequence[float] = 0.9,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> HeadMeasures:
     """Row statistics, the first k singular values, and effective ranks at tau, for less than one after the other.
 
@@ -77,7 +76,7 @@ def head_measures(
     rows, left = statistics_into(op, dense)
     energy = rows.frobenius.square().cpu()  # asked for here, a GPU has it; later it would first finish the matrix
     matrix = matrix_of(op, dense if left else None)
-    found = spectrum(matrix, k, tau=tau, energy=energy, budget=budget, failure=failure, seed=seed)
+    found = spectrum(matrix, k, tau=tau, energy=energy, search=search)
     return HeadMeasures(rows, found)
 
 
@@ -120,4 +119,4 @@ def matrix_of(op: AttentionOperator, left: Matrices | None) -> AttentionOperator
     """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself."""
     if left is not None:
         return left
-    return op.form() if pays_to_form(op) else op
+    return op.materialise() if pays_to_form(op) else op

@@ -27,7 +27,7 @@ nothing to fit, or a sink; then a band; then a window; then stripes. If none doe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -411,16 +411,17 @@ def _labelled(
         index = torch.where(best >= threshold, members[which], index)
     best = scores.amax(-1)
     content = index == len(names)
-    rivals = torch.tensor([_is_rival(one, other) for one in names for other in names], device=scores.device)
     own = index.clamp(max=len(names) - 1)
-    against = scores.masked_fill(~rivals.view(len(names), -1)[own], 0).amax(-1)
+    against = scores.masked_fill(~_rivals(names).to(scores.device)[own], 0).amax(-1)
     score = torch.where(content, 1 - best, scores.gather(-1, own[..., None])[..., 0])
     margin = score - torch.where(content, best, against)
     return PositionalPattern((*names, CONTENT), mass, energy, scores, index, score, margin, threshold)
 
 
-def _is_rival(one: str, other: str) -> bool:
-    return one != other and one not in CONTAINS.get(other, ())
+@lru_cache(maxsize=4)
+def _rivals(names: tuple[str, ...]) -> Bool[Tensor, "k k"]:
+    """Which kinds compete with each kind: all but itself and those that contain it."""
+    return torch.tensor([[one != other and one not in CONTAINS.get(other, ()) for other in names] for one in names])
 
 
 def _named(index: Any, names: tuple[str, ...]) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from heedful.linalg import Matrices
 from heedful.measures.render import Measurement, altair, bars
-from heedful.measures.search import BUDGET, HELD, measure, squared_row_norms
+from heedful.measures.search import DEFAULT, HELD, SearchOptions, measure, squared_row_norms, with_old_keywords
 from heedful.measures.stopping import FirstValue, Goal, Profile, RankInterval, ShareInterval, TopValues, WholeSpectrum
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
@@ -164,6 +164,7 @@ def svdvals(op: AttentionOperator | Tensor) -> Float[Tensor, "*b s"]:
     return torch.linalg.svdvals(dense.double())
 
 
+@with_old_keywords
 def spectrum(
     op: AttentionOperator | Matrices,
     k: int = 32,
@@ -171,9 +172,7 @@ def spectrum(
     tau: float | Sequence[float] = (),
     within: float = 0.005,
     energy: Float[Tensor, "*b"] | None = None,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> Spectrum:
     """The first k singular values, and the energy of all.
 
@@ -186,11 +185,11 @@ def spectrum(
     tau       also go on until the effective rank at this share, or at these, is told to one part in ten
     within    relative accuracy at which to stop
     energy    Σ_ij A_ij² where it is known already
-    budget    products (columns through A or Aᵀ) to spend at most; a batch that is not formed shares them
+    search    how many products to spend at most, and what to leave to chance
     """
     goals: list[Goal] = [TopValues(_check_k(k, op), within)]
     goals += [RankInterval(_check_tau(share), 0.1) for share in ([tau] if isinstance(tau, int | float) else tau)]
-    profile = measure(op, *goals, energy=energy, budget=budget, failure=failure, seed=seed)
+    profile = measure(op, *goals, energy=energy, search=search)
     squares = profile.squares[..., :k]
     return Spectrum(
         values=squares.sqrt(),
@@ -204,15 +203,14 @@ def spectrum(
     )
 
 
+@with_old_keywords
 def effective_rank(
     op: Measurable,
     tau: float = 0.9,
     *,
     within: float = 0.1,
     energy: Float[Tensor, "*b"] | None = None,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> EffectiveRank:
     """The fewest singular values that hold a share tau of the energy Σσ², with bounds.
 
@@ -224,22 +222,21 @@ def effective_rank(
 
     It stops when upper − lower ≤ within · estimate, or when the budget of products will not do: `stopped` says which.
     """
-    profile = _profile(op, RankInterval(_check_tau(tau), within), energy, budget, failure, seed)
+    profile = _profile(op, RankInterval(_check_tau(tau), within), energy, search)
     low, guess, high = profile.rank(tau)
     return EffectiveRank(
         f"effective rank ({tau:g})", guess, low, high, profile.products, profile.stopped, profile.failure, tau
     )
 
 
+@with_old_keywords
 def energy_share(
     op: Measurable,
     share: float = 0.1,
     *,
     within: float = 0.02,
     energy: Float[Tensor, "*b"] | None = None,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> Interval:
     """The share of the energy in the largest singular values, `share` of them all.
 
@@ -251,19 +248,18 @@ def energy_share(
         raise ValueError(f"share: expected a share of the singular values in (0, 1], got {share}.")
     size = op.profile.size if isinstance(op, Spectrum) else min(op.shape[-2:])
     r = max(1, ceil(share * size - 1e-9))
-    profile = _profile(op, ShareInterval(r, within), energy, budget, failure, seed)
+    profile = _profile(op, ShareInterval(r, within), energy, search)
     low, guess, high = profile.share(r)
     return _interval(f"energy in the first {r}", guess, low, high, profile)
 
 
+@with_old_keywords
 def stable_rank(
     op: Measurable,
     *,
     within: float = 0.05,
     energy: Float[Tensor, "*b"] | None = None,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> Interval:
     """E / σ₁²: at most the rank, and steady under small changes.
 
@@ -271,7 +267,7 @@ def stable_rank(
     >>> float(h.stable_rank(torch.eye(50)).estimate)
     50.0
     """
-    profile = _profile(op, FirstValue(within), energy, budget, failure, seed)
+    profile = _profile(op, FirstValue(within), energy, search)
     tiny = torch.finfo(torch.float64).tiny
     top, most = profile.squares[..., 0], profile.upper[..., 0]
     whole, some = profile.energy, profile.energy > 0
@@ -282,13 +278,12 @@ def stable_rank(
     return _interval("stable rank", guess.clamp(max=size), low.clamp(max=size), high.clamp(max=size), profile)
 
 
+@with_old_keywords
 def entropic_rank(
     op: Measurable,
     *,
     energy: Float[Tensor, "*b"] | None = None,
-    budget: int = BUDGET,
-    failure: float = 1e-9,
-    seed: int = 0,
+    search: SearchOptions = DEFAULT,
 ) -> Interval:
     """The exponential of the entropy of σ² / E: how many equal values would be as spread.
 
@@ -298,7 +293,7 @@ def entropic_rank(
     >>> round(float(h.entropic_rank(torch.eye(50)).estimate), 6)
     50.0
     """
-    profile = _profile(op, WholeSpectrum(), energy, budget, failure, seed)
+    profile = _profile(op, WholeSpectrum(), energy, search)
     low, guess, high = (_spread(sums) for sums in (profile.upper, profile.middle, profile.lower))
     some = profile.energy > 0
     # Entropy moves by δ ln(s / δ) at most where shares move by δ in all.
@@ -320,8 +315,9 @@ def numerical_rank(op: AttentionOperator | Tensor, rtol: float | None = None) ->
     return (values > rtol * values[..., :1]).sum(-1)
 
 
+@with_old_keywords
 def decay_exponent(
-    op: Measurable, k: int = 32, *, energy: Float[Tensor, "*b"] | None = None, budget: int = BUDGET, seed: int = 0
+    op: Measurable, k: int = 32, *, energy: Float[Tensor, "*b"] | None = None, search: SearchOptions = DEFAULT
 ) -> Decay:
     """The exponent α of σ_i ∝ i^−α over the first k values, where a power law fits; NaN where it does not.
 
@@ -334,7 +330,7 @@ def decay_exponent(
     """
     if k < 4:
         raise ValueError(f"k: a power law through {k} values, expected 4 or more.")
-    found = op if isinstance(op, Spectrum) else spectrum(op, k, energy=energy, budget=budget, seed=seed)
+    found = op if isinstance(op, Spectrum) else spectrum(op, k, energy=energy, search=search)
     _check_k(k, found)
     if found.values.shape[-1] < k:
         raise ValueError(f"k: {k} values asked of a Spectrum of {found.values.shape[-1]}. Measure spectrum(op, {k}).")
@@ -359,10 +355,10 @@ def row_correlation(op: AttentionOperator | Tensor) -> Float[Tensor, "*b"]:
     return ((together - rows) / pairs).clamp(-1, 1)
 
 
-def _profile(op: Measurable, goal: Goal, energy, budget: int, failure: float, seed: int) -> Profile:
+def _profile(op: Measurable, goal: Goal, energy: Tensor | None, search: SearchOptions) -> Profile:
     if isinstance(op, Spectrum):
         return op.profile
-    return measure(op, goal, energy=energy, budget=budget, failure=failure, seed=seed)
+    return measure(op, goal, energy=energy, search=search)
 
 
 def _interval(name: str, guess: Tensor, low: Tensor, high: Tensor, profile: Profile) -> Interval:

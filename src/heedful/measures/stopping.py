@@ -12,9 +12,9 @@ import torch
 
 from heedful.shapes import Bool, Float, Int, Tensor
 
-BLOCK = 16  # columns of a block where A is formed: fewer converge in fewer products, but those cost more each
-TIE = 1 / 64  # of the slack: an estimate that misses its target by so little reaches it
-CAUTION = 3  # residuals understate the error of values with close neighbours: without it 9 % of real heads exceed 1 %
+BLOCK = 16  # columns of a block where A is materialised; narrower blocks need fewer products, but each costs more
+TIE = 1 / 64  # an estimate reaches its target if it misses it by less than this part of the slack
+CAUTION = 3  # residuals understate the error of close values: without this factor 9 % of real heads exceed 1 %
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Profile:
         return least * some, guess.clamp(least, most) * some, most * some
 
     def knowing(self, ranks: Mapping[float, tuple[Tensor, ...]]) -> Profile:
-        """The same, with ranks that were asked of it before."""
+        """The same profile, with ranks that were computed before."""
         self._ranks.update(ranks)  # type: ignore[arg-type]
         return self
 
     def to(self, device: torch.device) -> Profile:
-        """The same on a device, by one copy of each dtype: a GPU takes as long for one number as for all."""
+        """The same profile on a device, by one copy for each dtype: a small copy takes as long as a large one."""
         if self.energy.device == device:
             return self
         arrays: dict[Any, Any] = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -93,33 +93,33 @@ def _first(sums: Float[Tensor, "*b s"], target: Float[Tensor, "*b"]) -> Int[Tens
 
 
 class Goal(ABC):
-    """When a measurement of a head is good enough, and what may bring it nearer; all answers are one for each head."""
+    """A condition on which the sketch of a head may stop growing. All methods answer for each head."""
 
-    first = 1  # columns below which there is nothing to see
-    otherwise = "beyond the budget"  # what to say where it is not reached
+    first = 1  # columns before which it is not worth checking
+    otherwise = "beyond the budget"  # the reason that is given where the goal is not reached
 
     @abstractmethod
     def reached(self, profile: Profile) -> Bool[Tensor, "*b"]: ...
 
     @abstractmethod
     def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
-        """How many columns it may take."""
+        """Columns needed to reach the goal, as an estimate; ∞ means that more columns will not help."""
 
     def lacks_ceiling(self, profile: Profile) -> Bool[Tensor, "*b"]:
-        """Whether all that is missing is a bound from above, so that a glance may do."""
+        """True where only an upper bound is missing, which a few Lanczos steps may give."""
         return torch.zeros_like(profile.energy, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class TopValues(Goal):
-    """The first k values to a relative accuracy, as their residuals tell it."""
+    """The first k values to a relative accuracy, judged by their residuals."""
 
     k: int
     within: float
 
     @property
     def first(self) -> int:  # type: ignore[override]
-        return 3 * self.k  # real heads are hardly ever settled before
+        return 3 * self.k  # real heads hardly ever converge before
 
     def reached(self, profile: Profile) -> Bool[Tensor, "*b"]:
         if profile.squares.shape[-1] < self.k:
@@ -127,7 +127,7 @@ class TopValues(Goal):
         return (CAUTION * profile.errors[..., : self.k] <= self.within).all(-1)
 
     def columns(self, profile: Profile) -> Float[Tensor, "*b"]:
-        # Values that three times as many columns do not settle lie so close together that many more would not.
+        # Values that have not converged in 3 k columns lie close together: many more columns would not help.
         enough = 3 * self.k
         return torch.full_like(profile.energy, enough if profile.squares.shape[-1] < enough else inf)
 
@@ -144,7 +144,7 @@ class RankInterval(Goal):
         narrow = high - low <= self.within * guess
         if bool((narrow | (high - low > 1)).all()):
             return narrow
-        # One more or less, where rounding decides which, is as narrow as it gets.
+        # An interval of two ranks is the narrowest possible where rounding decides between them.
         tie = _first(profile.upper, self.tau * profile.energy) == _first(profile.lower, self.tau * profile.energy)
         return narrow | (high - low <= tie.double())
 
@@ -194,7 +194,7 @@ class FirstValue(Goal):
 
 @dataclass(frozen=True)
 class WholeSpectrum(Goal):
-    """All values, as an estimate, unless the sketch holds everything."""
+    """All values as an estimate; reached only if the sketch holds all of the energy."""
 
     otherwise = "estimated"
 

@@ -1,12 +1,12 @@
-"""The singular values that a sketch has not found, as its own random start tells them.
+"""Estimates the singular values that a sketch has not resolved, from the quadrature rule of its random start.
 
 quadrature   a sketch of t blocks from A Ω is a rule of t nodes: so much energy near each (`linalg`)
-curve        ρ(σ²), the energy of all values below σ²: a node of energy e at σ² has a part f of e below it, f = 1/2
-             inside a spectrum, less at its end at 0 (EDGE)
+curve        ρ(σ²), the energy of all values below σ². A part f of a node's energy lies below the node: f = 1/2 inside
+             a spectrum, less at its end at 0 (EDGE)
 between      log σ² is a smooth function of log ρ: spectra of attention fall like powers, piece by piece
 count        r = ∫ dρ / σ² along the curve
 
-Nothing here is certain: bounds are in `linalg`.
+All of this is an estimate; certified bounds are in `linalg`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from heedful.linalg import Ritz
 from heedful.shapes import Bool, Float, Int, Tensor
 
-MANY = 4096  # steps that take longer to sort than all else that is done with them
-UNRESOLVED = 0.2  # mean residual of a block of Ritz values, relative to them, above which it stands for one node
-EDGE = 0.39, 0.48, 0.49  # the part of a node's energy that lies below it: of the last node, and of the two before
+MANY = 4096  # from so many steps on, sorting takes longer than the rest
+UNRESOLVED = 0.2  # a block of Ritz values is one node if their mean relative residual exceeds this
+EDGE = 0.39, 0.48, 0.49  # f of the last node and of the two before it
 FINE = 8  # pieces of the curve from one node to the next
 
 
@@ -136,7 +136,7 @@ def _smooth(x: Float[Tensor, "*b g"], y: Float[Tensor, "*b g"]) -> tuple[Float[T
 
 
 def _last(x: Float[Tensor, "*b f"], some: Bool[Tensor, "*b f"]) -> Float[Tensor, "*b 1"]:
-    """The last of those that are marked; the first where none is."""
+    """The last marked entry; the first entry where none is marked."""
     at = torch.where(some, torch.arange(some.shape[-1]), 0).amax(-1, keepdim=True)
     return x.gather(-1, at)
 
@@ -154,16 +154,16 @@ def _slowing(x: Tensor) -> Tensor:
 
 
 def _falling(steps: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-    """The same steps, the largest first; but for rounding they nearly always are, and many are seen to be so sooner."""
+    """The steps in descending order. They nearly always are; for long rows it is faster to check that than to sort."""
     if steps.shape[-1] > MANY and bool((steps.diff(dim=-1) <= 1e-13 * steps[..., :1]).all()):
         return steps
     return steps.sort(-1, descending=True).values
 
 
 def _pieces(x: Float[Tensor, "*b f"], n: int) -> Int[Tensor, "*b n"]:
-    """Which of the increasing x, up to n, is the last that a rank of 1 … n reaches; the first where none is.
+    """For each rank 1 … n the index of the last x ≤ rank, x ascending; 0 where there is none.
 
-    It is counted: to search for it, torch would wake all its threads.
+    Counts instead of `searchsorted`, which would start all of torch's threads.
     """
     after = x.clamp(max=n + 1).ceil().long().clamp(max=n + 1)  # the first rank that reaches each
     counts = torch.zeros(*x.shape[:-1], n + 2, dtype=torch.long).scatter_add(-1, after, torch.ones_like(after))

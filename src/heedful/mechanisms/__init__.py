@@ -28,24 +28,23 @@ from heedful.feature_maps import (
     Relu,
     Taylor,
 )
-from heedful.mechanisms.dilated import DilatedSoftmax
+from heedful.mechanisms.deprecated import DilatedSoftmax, StridedSoftmax, TreeSoftmax
 from heedful.mechanisms.fixed_pattern import FixedPattern
 from heedful.mechanisms.gated import GatedLinear
+from heedful.mechanisms.key_value_memory import KeyValueMemory
 from heedful.mechanisms.linear import Linear
 from heedful.mechanisms.linformer import Linformer
 from heedful.mechanisms.linformer_sparse import LinformerSparse
 from heedful.mechanisms.lowrank_sparse import LowRankSparse
-from heedful.mechanisms.memory import ExternalMemory, KeyValueMemory
+from heedful.mechanisms.memory import ExternalMemory
 from heedful.mechanisms.mixture import Mixture
 from heedful.mechanisms.nystrom import Nystrom
 from heedful.mechanisms.perceiver import Perceiver
-from heedful.mechanisms.quadratic import Quadratic, identity, relu2
+from heedful.mechanisms.quadratic import Quadratic, no_activation, relu2
 from heedful.mechanisms.retention import Retention
 from heedful.mechanisms.softmax import Softmax
-from heedful.mechanisms.strided import StridedSoftmax
 from heedful.mechanisms.sum import Sum
 from heedful.mechanisms.top_k import TopK
-from heedful.mechanisms.tree import TreeSoftmax
 from heedful.mechanisms.truncated_svd import TruncatedSVD
 from heedful.patterns import (
     Blocks,
@@ -55,7 +54,9 @@ from heedful.patterns import (
     Pattern,
     RandomBlocks,
     SparseFixed,
+    Strided,
     Summaries,
+    Tree,
     Window,
     balanced_tree,
 )
@@ -83,7 +84,7 @@ __all__ = [
     "TopK",
     "TreeSoftmax",
     "build",
-    "identity",
+    "no_activation",
     "relu2",
 ]
 
@@ -162,7 +163,7 @@ def _relu2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic
 
 
 def _identity(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
-    return Quadratic(identity, pattern, scale, normalise="length")
+    return Quadratic(no_activation, pattern, scale, normalise="length")
 
 
 def _l2(pattern: Pattern = Causal(), scale: float | None = None) -> Quadratic:  # noqa: B008  (frozen)
@@ -286,15 +287,17 @@ def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedS
     return TruncatedSVD(rank, inner)
 
 
-def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> StridedSoftmax:
+def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> Softmax:
     """`window` keys before the query besides every `stride`-th one: with window = stride, A⁽¹⁾ ∪ A⁽²⁾ of the paper."""
-    strided = window <= 0 or stride < 1 or window % stride == 0  # the key `window` before is seen anyway
-    near = window if strided else window + 1  # its own key among them
-    return StridedSoftmax(stride, near or None, causal, temperature=temperature)
+    _require_count("window", window, 0)
+    pattern = Strided(stride) | Window(window, 0 if causal else window)
+    return Softmax(_if_causal(pattern, causal), temperature=temperature)
 
 
-def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: float = 1.0) -> DilatedSoftmax:
-    return DilatedSoftmax(window, gap, causal, temperature=temperature)
+def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: float = 1.0) -> Softmax:
+    _require_count("window", window, 1)
+    reach = (window - 1) * gap
+    return Softmax(Strided(gap) & Window(reach, 0 if causal else reach), temperature=temperature)
 
 
 def _halves(one: Mechanism, other: Mechanism, merged: Mechanism, heads: int) -> Mechanism:
@@ -314,7 +317,7 @@ def _strided_heads(
     stride: int = 128, window: int = 128, heads: int = 2, causal: bool = True, temperature: float = 1.0
 ) -> Mechanism:
     near = Softmax(Window(window, 0 if causal else window), temperature=temperature)  # i − l … i: l keys and one's own
-    far = StridedSoftmax(stride, None, causal, temperature=temperature)
+    far = Softmax(_if_causal(Strided(stride), causal), temperature=temperature)
     return _halves(near, far, _strided(stride, window, causal, temperature), heads)
 
 
@@ -324,13 +327,12 @@ def _tree(
     parents: tuple[int, ...] | None = None,
     causal: bool = False,
     temperature: float = 1.0,
-) -> TreeSoftmax:
+) -> Softmax:
     """Without parents, those of a balanced tree over `length` tokens."""
     if parents is None and length is None:
         raise TypeError(_needs("tree", ["length"]) + " Or give the parents of a tree of your own, parents=(1, -1, 1).")
-    return TreeSoftmax(
-        balanced_tree(length or 0) if parents is None else parents, radius, causal, temperature=temperature
-    )
+    tree = Tree(balanced_tree(length or 0) if parents is None else tuple(parents), radius)
+    return Softmax(_if_causal(tree, causal), temperature=temperature)
 
 
 def _top_k(k: int = 32, pattern: Pattern = Causal(), scale: float | None = None) -> TopK:  # noqa: B008  (frozen)
@@ -357,6 +359,11 @@ def _sum(before: int = 512) -> Sum:
 
 def _gated_sum(before: int = 512, heads: int = 1) -> Sum:
     return Sum(Softmax(Window(before)), Linear(), gate="softmax", heads=heads)
+
+
+def _require_count(name: str, count: int, least: int) -> None:
+    if not isinstance(count, int) or count < least:
+        raise ValueError(f"{name}: expected an integer ≥ {least}, got {count!r}.")
 
 
 def _if_causal(pattern: Pattern, causal: bool) -> Pattern:

@@ -19,21 +19,23 @@ Word ids belong to a batch, so they come with each call, as segments do; `cost` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage
 from heedful.kernels.fixed_heads import fixed_heads
 from heedful.kernels.fixed_heads.reference import APART
+from heedful.kernels.fixed_heads.segmented import by_segment, is_mean, take_rows
 from heedful.kernels.prefix import weighted_prefix_mean
 from heedful.kernels.prefix.reference import BLOCK, weighted_mean
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Layout, Segments, in_last, nothing_seen, resolve
-from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
+from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 from heedful.validation import check_inputs
+from heedful.words import check_words, count_words
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
 
@@ -120,7 +122,7 @@ class FixedPattern(Mechanism):
         i, j = layout.query_positions[..., :, None], where[..., None, :]
         sees = (layout.query_ids[..., :, None] == ids[..., None, :]) & (layout.query_ids[..., :, None] >= 0)
         L = sees.sum(-1, keepdim=True)
-        U, u, K = (i, j, L) if words is None else _count_words(words, ids, where, sees & (i == j), sees)
+        U, u, K = (i, j, L) if words is None else count_words(words, ids, where, sees & (i == j), sees)
         one = torch.ones((), dtype=torch.float64, device=q.device)
         match self.kind:
             case "current":
@@ -157,7 +159,7 @@ class FixedPattern(Mechanism):
         elif segments is None and words is None:
             rows = fixed_heads(v, (self.kernel_kind,), n)
         else:
-            rows = self._by_segment(v, resolve(segments, n, m, v.device), words)
+            rows = by_segment(v, self.kind, resolve(segments, n, m, v.device), words, self.edge)
         if rows.shape != shape:
             rows = rows.expand(shape).clone()
         return _unread(rows, q, k)
@@ -171,61 +173,11 @@ class FixedPattern(Mechanism):
         """What `kernels/fixed_heads` calls this head, without words."""
         return "earlier" if self.edge == "first" else self.kind
 
-    def _by_segment(self, v: Float[Tensor, "*b m e"], layout: Layout, words: Int[Tensor, "*#b m"] | None) -> Tensor:
-        """The same under segments and words: with keys in the order of their segments, each row is one place."""
-        m = v.shape[-2]
-        order, ids, words, query_ids, query_positions = _in_order(layout, words)
-        at = torch.arange(m, device=v.device)
-        opens = _differs(ids)
-        breaks = torch.ones_like(opens) if words is None else opens | _differs(words)
-        lo, hi = torch.searchsorted(ids, query_ids), torch.searchsorted(ids, query_ids, right=True) - 1
-        begins, ends = _extent(opens)
-        row = _places(self.kind, self.edge, lo, hi, lo + query_positions, *_extent(breaks))
-        row = row.clamp(0, m - 1)
-        some = ((query_ids >= 0) & (lo <= hi))[..., None]
-        if not self._sums(words) and self.kind != "last":
-            return torch.where(some, _take(v, order.gather(-1, row)), 0)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        x = torch.where((ids >= 0)[..., None], _take(v, order).to(wide), 0)
-        if self.kind in ("left", "end"):
-            x = weighted_prefix_mean(x, (at - begins + 1).double() ** 3, first=opens)
-        elif self.kind in ("right", "start"):
-            x = weighted_prefix_mean(x, (ends - at + 1).double() ** 3, first=opens, reverse=True)
-        elif self.kind != "last":
-            x = weighted_prefix_mean(x, torch.ones_like(ids, dtype=torch.float64), first=breaks)
-        if self.kind in ("start", "end", "last"):
-            # One place for all rows of a segment: spread as a mean with one weight, whose gradient is a sum in blocks.
-            here = begins if self.kind == "start" else ends
-            x = weighted_prefix_mean(x, (at == here).double(), first=opens, reverse=self.kind != "start")
-        return torch.where(some, _take(x, row).to(v.dtype), 0)
-
-    def _sums(self, words: Tensor | None) -> bool:
-        """Rows are means, not single tokens."""
-        return self.kind in ("left", "right", "start", "end") or words is not None
-
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None, words: Tensor | None = None
     ) -> None:
         check_inputs(q, k, v, segments=segments, pattern=self.pattern, mechanism=self)
-        if words is None:
-            return
-        if not isinstance(words, Tensor) or words.is_floating_point() or words.dtype == torch.bool or words.ndim < 1:
-            given = f"{words.dtype} {tuple(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
-            raise TypeError(
-                f"words: expected an integer tensor (*batch, tokens) of word ids, got {given}. Likely cause: a "
-                "tokenizer's word_ids(), a list with None at special tokens: give those an id of their own."
-            )
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        try:
-            fits = broadcast_shapes(words.shape[:-1], batch) == batch
-        except RuntimeError:
-            fits = False
-        if not fits or words.shape[-1] != k.shape[-2]:
-            raise ValueError(
-                f"words: shape {tuple(words.shape)}, expected one id for each of the {k.shape[-2]} keys, (*batch, "
-                f"{k.shape[-2]}) with batch axes that broadcast to {tuple(batch)}. Likely cause: ids of another batch, "
-                "or a (B, m) tensor for (B, H, m, d) inputs, which needs a head axis: words[:, None]."
-            )
+        check_words(words, q, k)
 
     def cost(self, dims: Dims) -> Cost:
         if self.kind in ("start", "end"):
@@ -235,13 +187,13 @@ class FixedPattern(Mechanism):
             terms = tokens * (min(BLOCK, tokens) + 2)
         else:
             terms = 0
-        return Cost(flops=2 * dims.batch * terms * dims.e, bytes=dims.io_bytes)
+        return Cost.of_stages(Stage("aggregation", 2 * dims.kv_batch * terms * dims.e), bytes=dims.io_bytes)
 
     def explain(self, q, k, v, *, segments=None, words=None):
         words = self._words(words)
         if segments is None and words is None:
             return fixed_heads.explain(v, (self.kernel_kind,), q.shape[-2])
-        if self._sums(words):
+        if is_mean(self.kind, words):
             return weighted_prefix_mean.explain(v, torch.ones(v.shape[-2], device=v.device))
         return super().explain(q, k, v, segments=segments)
 
@@ -257,8 +209,7 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
         v = v.expand(*batch, *v.shape[-2:])
     if 0 in (*batch, n, *v.shape[-2:]):
         return nothing_seen(q, k, v)
-    rows = fixed_heads.again(v, kinds, n) if v.is_cuda and not torch.compiler.is_compiling() else None
-    return _unread(fixed_heads(v, kinds, n) if rows is None else rows, q, k)
+    return _unread(fixed_heads(v, kinds, n), q, k)
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -314,7 +265,7 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         live = in_last(layout.key_ids)
         length = live.sum(-1)
         order = live.int().argsort(dim=-1, stable=True)[..., max(v.shape[-2] - self._kept, 0) :]
-        values = torch.where(live.gather(-1, order)[..., None], _take(v, order), 0)
+        values = torch.where(live.gather(-1, order)[..., None], take_rows(v, order), 0)
         values = pad(values, (0, 0, self._kept - values.shape[-2], 0))
         if self.kind != "left":
             return Recent(values, None, length)
@@ -345,85 +296,4 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         return out.expand(*batch, -1, -1).clone(), Recent(values, mean, state.length + 1)
 
     def cost(self, dims: Dims) -> Cost:
-        cost = super().cost(dims)
-        return Cost(cost.flops, cost.bytes, dims.batch * dims.e * (self._kept + (self.kind == "left")))
-
-
-def _count_words(words: Tensor, ids: Tensor, where: Tensor, own: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The word of each query and of each key, counted from its segment's start, and how many there are.
-
-    From the definition: a word begins at a token whose neighbour before it, in its segment, has another id.
-    """
-    same = ids[..., :, None] == ids[..., None, :]
-    neighbour = same & (where[..., None, :] == where[..., :, None] - 1)
-    begins = ~(neighbour & (words[..., :, None] == words[..., None, :])).any(-1)
-    earlier = same & (where[..., None, :] <= where[..., :, None])
-    u = (earlier & begins[..., None, :]).sum(-1)[..., None, :] - 1
-    return (own * u).sum(-1, keepdim=True), u, (sees & begins[..., None, :]).sum(-1, keepdim=True)
-
-
-def _places(
-    kind: str, edge: str, lo: Tensor, hi: Tensor, own: Tensor, begins: Tensor, ends: Tensor
-) -> Int[Tensor, "*s n"]:
-    """The key whose value, or whose mean so far, is each query's row.
-
-    lo and hi are the first and last key of the query's segment, own the one at its position; begins and ends are those
-    of each key's word, which is the key itself where there are no words.
-    """
-
-    def begin(i: Tensor) -> Tensor:
-        return begins.gather(-1, i.clamp(0, begins.shape[-1] - 1))
-
-    def end(i: Tensor) -> Tensor:
-        return ends.gather(-1, i.clamp(0, ends.shape[-1] - 1))
-
-    match kind:
-        case "current":
-            return end(own)
-        case "previous":
-            return torch.where(begin(own) > lo, begin(own) - 1, hi if edge == "last" else end(own))
-        case "next":
-            return end(torch.where(end(own) < hi, end(own) + 1, lo))
-        case "left":
-            place = begin(begin(own) - 1) - 1
-            return torch.where(place >= lo, place, end(lo))
-        case "right":
-            place = end(end(own) + 1) + 1
-            return torch.where(place <= hi, place, begin(hi))
-        case _:
-            return own
-
-
-def _in_order(layout: Layout, words: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Keys sorted by segment: their order, ids and words; with ids and positions of the queries, all of one batch."""
-    given = (layout.query_ids, layout.key_ids) if words is None else (layout.query_ids, layout.key_ids, words)
-    lead = broadcast_shapes(*(x.shape[:-1] for x in given))
-    keys = layout.key_ids.expand(*lead, -1)
-    order = keys.argsort(dim=-1, stable=True)
-    words = None if words is None else words.expand(*lead, -1).gather(-1, order)
-    queries, positions = (x.expand(*lead, -1).contiguous() for x in (layout.query_ids, layout.query_positions))
-    return order, keys.gather(-1, order), words, queries, positions
-
-
-def _differs(x: Int[Tensor, "*s m"]) -> Bool[Tensor, "*s m"]:
-    """Where an entry is not the one before it."""
-    return pad(x[..., 1:] != x[..., :-1], (1, 0), value=True)
-
-
-def _extent(opens: Bool[Tensor, "*s m"]) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
-    """The first and the last place of the run that each place belongs to."""
-    m = opens.shape[-1]
-    at = torch.arange(m, device=opens.device).expand_as(opens)
-    closes = pad(opens[..., 1:], (0, 1), value=True)
-    first = torch.where(opens, at, 0).cummax(-1).values
-    last = torch.where(closes, at, m - 1).flip(-1).cummin(-1).values.flip(-1)
-    return first, last
-
-
-def _take(x: Float[Tensor, "*#b m e"], index: Int[Tensor, "*s n"]) -> Float[Tensor, "*b n e"]:
-    """x[…, index, :], for an index of its own in each row of the batch."""
-    if index.ndim == 1:
-        return x.index_select(-2, index)
-    batch = broadcast_shapes(x.shape[:-2], index.shape[:-1])
-    index = index[..., None].expand(*batch, index.shape[-1], x.shape[-1])
-    return x.expand(*batch, *x.shape[-2:]).gather(-2, index)
+        return replace(super().cost(dims), state=dims.kv_batch * dims.e * (self._kept + (self.kind == "left")))

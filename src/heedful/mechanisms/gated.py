@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heedful.core import Cost, Dims
+from heedful.core import Cost, Dims, Stage
 from heedful.feature_maps import Elu1, FeatureMap, Identity, LogFeatureMap
 from heedful.kernels.dispatch import as_given
-from heedful.kernels.gated_linear import gated_linear
 from heedful.kernels.gated_linear.reference import CHUNK
+from heedful.kernels.linear_attention import LinearOptions, gated_attention
 from heedful.mechanisms.linear_base import LinearBase
 from heedful.patterns import Causal
 from heedful.segments import resolve, visible
@@ -52,7 +52,7 @@ class GatedLinear(LinearBase):
     seed          of W and U, uniform as in a linear layer; β starts at 0
     """
 
-    kernel = gated_linear
+    kernel = gated_attention
 
     def __init__(
         self,
@@ -136,25 +136,28 @@ class GatedLinear(LinearBase):
         self._check(q, k, v, segments=segments)
         return super().prefill(q, k, v, segments=segments)
 
-    def _kernel_inputs(self, q, k, v, segments):
-        inputs, options = super()._kernel_inputs(q, k, v, segments)
-        batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        g = self.log_gates(k)
-        g = g.expand(*batch, *g.shape[-2:]).reshape(*inputs[0].shape[:2], *g.shape[-2:])
-        del options["causal"]
-        return inputs, options | {"log_decay": g}
+    def _options(self, stateful: bool = False) -> LinearOptions:
+        return super()._options(stateful)._replace(log_gates=self.log_gates)
 
     def _step(self, state, q, k, v):
         self._check(q, k, v)
         return super()._step(state, q, k, v)
 
     def cost(self, dims: Dims) -> Cost:
-        width = self.U.shape[-2]
-        gates = 2 * dims.batch * dims.m * self.rank * (self.d + width)
-        plain = super().cost(dims)
+        width, plain = self.U.shape[-2], super().cost(dims)
+        gated = dims.states(self.heads) * dims.m  # tokens that have gates of their own
         r, e, tokens = self.feature_map.dim(dims.d), dims.e + self.normalise, max(dims.n, dims.m)
-        inside = (min(CHUNK, tokens) - 1) * (r + e)
-        return Cost(dims.batch * tokens * (inside + 4 * r * e) + gates, plain.bytes, plain.state)
+        return Cost.of_stages(
+            Stage("gates", 2 * gated * self.rank * (self.d + width), gated * width),
+            Stage("within chunks", dims.batch * tokens * (min(CHUNK, tokens) - 1) * (r + e)),
+            Stage("state", 4 * dims.batch * tokens * r * e),
+            bytes=plain.bytes,
+            state=plain.state,
+        )
+
+    @property
+    def own_heads(self):
+        return max(super().own_heads, self.heads)
 
     def _check(self, *qkv, segments=None) -> None:
         check_inputs(*qkv, segments=segments, pattern=self.pattern, mechanism=self)

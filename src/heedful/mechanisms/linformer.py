@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from heedful.constants import rounded_anew
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
@@ -172,7 +172,7 @@ class Linformer(Mechanism):
         return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
+        products = super().products(q, k, segments=segments)
 
         @torch.no_grad()
         def transposed(y):
@@ -184,7 +184,7 @@ class Linformer(Mechanism):
                 slots = blocked_adjoint(q, keys, y, SoftmaxRows(), Full(), None, self._scale(q))
                 return F[..., :m].to(q.dtype).mT @ slots
 
-        return apply, transposed if segments is None else adjoint
+        return products._replace(adjoint=transposed) if segments is None else products
 
     def _scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -210,8 +210,9 @@ class Linformer(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         projections = (1 if self.shared else 2) * self.heads * self.rank * min(dims.m, self.length)
-        return Cost(
-            flops=2 * dims.batch * self.rank * (dims.n + dims.m) * (dims.d + dims.e),
+        return Cost.of_stages(
+            Stage("mixing", 2 * dims.states(self.heads) * self.rank * dims.m * (dims.d + dims.e)),
+            *softmax_stages(dims.batch * dims.n * self.rank, dims.d, dims.e),
             bytes=dims.io_bytes + projections * self.E.element_size(),
         )
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, softmax_stages
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
 from heedful.mechanisms.linformer import Linformer
@@ -95,7 +95,7 @@ class LinformerSparse(Linformer):
     def cost(self, dims: Dims) -> Cost:
         low, reach = super().cost(dims), self.window - 1
         pairs = Window(reach, reach).pairs(dims.n, dims.m)
-        return Cost(low.flops + 2 * dims.batch * pairs * (dims.d + dims.e), low.bytes)
+        return Cost.of_stages(*low.stages, *softmax_stages(dims.batch * pairs, dims.d, dims.e), bytes=low.bytes)
 
     def explain(self, q, k, v, *, segments=None):
         reach = self.window - 1

@@ -17,27 +17,24 @@ so nothing overflows, nothing vanishes and nothing looks ahead.
 
 from __future__ import annotations
 
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.core import Cost, Dims, RecurrentMechanism, Stage, softmax_stages
 from heedful.feature_maps import LogFeatureMap
 from heedful.kernels.chunked_linear import attend_to_logs
 from heedful.kernels.chunked_linear.groups import CHUNK
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
-from heedful.mechanisms.linear_base import _log_products, _state_dtype
+from heedful.kernels.partial.delayed import far_parts, kernel_inputs, old_keys, part_of_state
+from heedful.mechanisms.linear_base import log_products, state_dtype
 from heedful.patterns import Causal, Full, Pattern, Window
 from heedful.random_features.maps import RandomFeatures
-from heedful.segments import in_last, per_segment, positions, resolve, take_tokens, visible
+from heedful.segments import in_last, per_segment, resolve, take_tokens, visible
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 from heedful.validation import check_inputs, check_token
-
-Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
-"""The output of a part, and the logarithm of its normaliser."""
 
 
 class Queue(NamedTuple):
@@ -107,7 +104,7 @@ class LowRankSparse(RecurrentMechanism):
         distance = layout.query_positions[..., :, None] - layout.key_positions[..., None, :]
         with as_given(q):
             exact = q @ k.mT * self._scale(q)
-            log = _log_products(self.feature_map.log_query(q), self.feature_map.log_key(k))
+            log = log_products(self.feature_map.log_query(q), self.feature_map.log_key(k))
         log = torch.where(distance.abs() < self.window, exact.to(log.dtype), log)
         log = log.masked_fill(~visible(self.pattern, n, m, segments, q.device), -inf)
         if m:
@@ -129,37 +126,17 @@ class LowRankSparse(RecurrentMechanism):
             k, v = (x.masked_fill(segments[..., None] < 0, 0) for x in (k, v))
         parts = [
             (out[..., out.shape[-2] - n :, :], lse[..., lse.shape[-1] - n :])
-            for out, lse in self._far(q, k, v, segments)
+            for out, lse in far_parts(
+                *self._logs(q, k), v, self.window, both_ways=isinstance(self.pattern, Full), segments=segments
+            )
         ]
         if self.window:
             parts.append(partial_softmax(q, k, v, self._near(), segments, self._scale(q)))
         return join(*parts).to(v.dtype)
 
-    def _far(self, q, k, v, segments: Tensor | None) -> list[Part]:
-        """The parts of the keys before the window and, where queries see them, after it; rows for the last of all time.
-
-        Time ends with the last query and the last key. There may be more keys than queries, or more queries than keys.
-        """
-        x, y = self.feature_map.log_query(q), self.feature_map.log_key(k)
-        parts = []
-        if segments is None and (old := self._old(q.shape[-2], k.shape[-2])):
-            parts.append(_total(x, y[..., :old, :], v[..., :old, :]))
-            y, v = y[..., old:, :], v[..., old:, :]
-        length = max(q.shape[-2], y.shape[-2])
-        x, y, v = _at_end(x, length, 0.0), _at_end(y, length, -inf), _at_end(v, length, 0.0)
-        lag = _Lag(segments, length, self.window)
-        before = _prefix(lag.late(x), lag.early(y), lag.early(v), lag.runs)
-        parts.append(lag.place_late(*before))
-        if isinstance(self.pattern, Full):
-            lag = _Lag(segments, length, max(self.window, 1))  # a query's own key is in one part
-            x, y, v = (a.flip(-2) for a in (lag.early(x), lag.late(y), lag.late(v)))
-            out, lse = _prefix(x, y, v, None if lag.runs is None else lag.runs.flip(-1))
-            parts.append(lag.place_early(out.flip(-2), lse.flip(-1)))
-        return parts
-
-    def _old(self, n: int, m: int) -> int:
-        """How many keys of a cache lie beyond the window of every query."""
-        return max(m - n - self.window, 0)
+    def _logs(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of the features of queries and keys."""
+        return self.feature_map.log_query(q), self.feature_map.log_key(k)
 
     def _near(self) -> Window:
         reach = self.window - 1
@@ -173,8 +150,10 @@ class LowRankSparse(RecurrentMechanism):
 
     def _empty(self, k: Tensor, v: Tensor, length: Tensor) -> Queue:
         """A state with a queue and nothing that has left it."""
-        batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape)
-        r, wide = self.feature_map.dim(k.shape[-1]), _state_dtype(k.dtype)
+        heads = self.feature_map.heads or 1
+        own = (heads,) if heads > 1 else ()  # heads with features of their own have a state each
+        batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape, own)
+        r, wide = self.feature_map.dim(k.shape[-1]), state_dtype(k.dtype)
         zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
         scale = k.new_full((*batch, r), -inf, dtype=wide)
         return Queue(zeros[..., :-1], zeros[..., -1], scale, k, v, length)
@@ -220,7 +199,7 @@ class LowRankSparse(RecurrentMechanism):
         state = self._absorb(state, k[..., :out, :], v[..., :out, :], real[..., :out])
         state = state._replace(k=k[..., out:, :], v=v[..., out:, :], length=length)
         wide = state.S.dtype
-        parts = [_to_state(self.feature_map.log_query(q.to(wide)), state.S, state.z, state.log_scale)]
+        parts = [part_of_state(self.feature_map.log_query(q.to(wide)), state.S, state.z, state.log_scale)]
         if self.window:
             scores = (q.to(wide) * self._scale(q)) @ state.k.to(wide).mT
             scores = scores.masked_fill(~real[..., None, out:], -inf)
@@ -230,7 +209,7 @@ class LowRankSparse(RecurrentMechanism):
     def cost(self, dims: Dims) -> Cost:
         r, e, both = self.feature_map.dim(dims.d), dims.e + 1, isinstance(self.pattern, Full)
         pairs = self._near().pairs(dims.n, dims.m) if self.window else 0
-        old = self._old(dims.n, dims.m)
+        old = old_keys(dims.n, dims.m, self.window)
         time = max(dims.n, dims.m - old)
         far = sum(
             tokens * (min(CHUNK, tokens) * (r + e) + 2 * r * e)
@@ -238,117 +217,23 @@ class LowRankSparse(RecurrentMechanism):
             if (tokens := max(time - delay, 0))
         )
         far += (dims.n + old) * r * e * bool(old)
-        features = (dims.n + dims.m) * self.feature_map.flops(dims.d)
-        return Cost(
-            flops=dims.batch * (2 * (pairs * (dims.d + dims.e) + far) + features),
+        heads = self.feature_map.heads or 1
+        made = dims.batch * dims.n + dims.states(heads) * dims.m  # features
+        queue = dims.kv_batch * min(dims.m, self.window) * (dims.d + dims.e)
+        return Cost.of_stages(
+            *softmax_stages(dims.batch * pairs, dims.d, dims.e),
+            Stage("features", made * self.feature_map.flops(dims.d), elementwise=made * r),
+            Stage("far keys", 2 * dims.batch * far),
             bytes=dims.io_bytes,
-            state=dims.batch * (r * (e + 1) + min(dims.m, self.window) * (dims.d + dims.e)),
+            state=dims.states(heads) * r * (e + 1) + queue,
         )
 
     def explain(self, q, k, v, *, segments=None):
         if isinstance(segments, tuple):
             return f"{type(self).__name__}: one segment at a time, since queries and keys have segments of their own"
-        x, y = self.feature_map.log_query(q[..., :1, :]), self.feature_map.log_key(k[..., :1, :])
+        x, y = self._logs(q[..., :1, :], k[..., :1, :])
         near = partial_softmax.explain(q, k, v, self._near(), segments, self._scale(q)) if self.window else "none"
-        return f"far: {attend_to_logs.explain(*_kernel_inputs(x, y, v[..., :1, :], None))}\nnear: {near}"
+        return f"far: {attend_to_logs.explain(*kernel_inputs(x, y, v[..., :1, :], None))}\nnear: {near}"
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {self.pattern!r}" + (f", scale={self.scale:.4g}" if self.scale else "")
-
-
-class _Lag:
-    """The tokens that have another one `delay` places before them in their segment (late), and those others (early).
-
-    Two sequences of equal length, in the order of time, each segment one run; ids `runs` where there are segments, -1
-    where a row has fewer tokens than others.
-    """
-
-    def __init__(self, ids: Int[Tensor, "*s n"] | None, length: int, delay: int):
-        self.length, self.cut, self.runs = length, min(delay, length), None
-        if ids is None:
-            return
-        order = ids.argsort(dim=-1, stable=True)
-        ids = ids.gather(-1, order).long()
-        late = (positions(ids) >= delay) & (ids >= 0)
-        size = int(late.sum(-1).max()) if late.numel() else 0
-        at = (~late).int().argsort(dim=-1, stable=True)[..., :size]
-        self.runs = torch.where(late.gather(-1, at), ids.gather(-1, at), -1)
-        self.late_at, self.early_at = order.gather(-1, at), order.gather(-1, (at - delay).clamp(min=0))
-
-    def late(self, x: Float[Tensor, "*#b n w"]) -> Float[Tensor, "*b l w"]:
-        return x[..., self.cut :, :] if self.runs is None else take_tokens(x, self.late_at)
-
-    def early(self, x: Float[Tensor, "*#b n w"]) -> Float[Tensor, "*b l w"]:
-        return x[..., : self.length - self.cut, :] if self.runs is None else take_tokens(x, self.early_at)
-
-    def place_late(self, out: Tensor, lse: Tensor) -> Part:
-        """Results of the late tokens in their places; the others get nothing."""
-        if self.runs is None:
-            return F.pad(out, (0, 0, self.cut, 0)), F.pad(lse, (self.cut, 0), value=-inf)
-        return self._place(self.late_at, out, lse)
-
-    def place_early(self, out: Tensor, lse: Tensor) -> Part:
-        if self.runs is None:
-            return F.pad(out, (0, 0, 0, self.cut)), F.pad(lse, (0, self.cut), value=-inf)
-        return self._place(self.early_at, out, lse)
-
-    def _place(self, at: Tensor, out: Tensor, lse: Tensor) -> Part:
-        assert self.runs is not None
-        at = torch.where(self.runs >= 0, at, self.length).expand(lse.shape)  # one place more, for what belongs nowhere
-        rows = out.new_zeros(*out.shape[:-2], self.length + 1, out.shape[-1])
-        rows = rows.scatter(-2, at[..., None].expand_as(out), out)
-        logs = lse.new_full((*lse.shape[:-1], self.length + 1), -inf).scatter(-1, at, lse)
-        return rows[..., : self.length, :], logs[..., : self.length]
-
-
-def _prefix(
-    x: Float[Tensor, "*#b l r"],
-    y: Float[Tensor, "*#b l r"],
-    v: Float[Tensor, "*#b l e"],
-    ids: Int[Tensor, "*s l"] | None,
-) -> Part:
-    """Causal linear attention from the logarithms of features."""
-    batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
-    out, lse = attend_to_logs(*_kernel_inputs(x, y, v, ids))
-    return out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1])
-
-
-def _total(x: Float[Tensor, "*#b n r"], y: Float[Tensor, "*#b l r"], v: Float[Tensor, "*#b l e"]) -> Part:
-    """Linear attention to all keys, from the logarithms of features."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, y, v = x.to(wide), y.to(wide), v.to(wide)
-    scale = y.detach().amax(-2)
-    y = (y - scale[..., None, :]).exp()
-    return _to_state(x, y.mT @ v, y.sum(-2), scale)
-
-
-def _to_state(
-    x: Float[Tensor, "*#b n r"], S: Float[Tensor, "*#b r e"], z: Float[Tensor, "*#b r"], scale: Float[Tensor, "*#b r"]
-) -> Part:
-    """Of queries, given by the logarithms of their features, to sums over keys; nothing where there were no keys."""
-    some = scale[..., :1] > -inf
-    x = x + torch.where(some, scale, 0)[..., None, :]
-    top = x.detach().amax(-1)
-    x = (x - top[..., None]).exp()
-    total = torch.where(some, (x @ z[..., None])[..., 0], 1)
-    out = (x @ S) / total[..., None]
-    return out, torch.where(some, total.log() + top, -inf).expand(out.shape[:-1])
-
-
-def _kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x, y and v as (batch, heads, tokens, width) in float32 or better, ids as (batch, tokens)."""
-    batch = broadcast_shapes(x.shape[:-2], y.shape[:-2], v.shape[:-2])
-    shared = ids is None or ids.ndim < 2 or ids.shape[-2] == 1  # all heads have the same segments
-    rows, heads = (batch[:-1], batch[-1]) if shared and batch else (batch, 1)
-    if ids is not None:
-        ids = ids.squeeze(-2) if shared and ids.ndim > 1 else ids
-        ids = ids.expand(*rows, ids.shape[-1]).reshape(prod(rows), ids.shape[-1])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, y, v = (a.to(wide).expand(*batch, *a.shape[-2:]).reshape(prod(rows), heads, *a.shape[-2:]) for a in (x, y, v))
-    return x, y, v, ids
-
-
-def _at_end(x: Float[Tensor, "*b n w"], length: int, fill: float) -> Float[Tensor, "*b l w"]:
-    """x as the last tokens of `length`."""
-    missing = length - x.shape[-2]
-    return F.pad(x, (0, 0, missing, 0), value=fill) if missing else x

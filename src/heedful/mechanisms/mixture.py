@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, Stage, State
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.mechanisms.fixed_pattern import FixedPattern, heads_together
+from heedful.operator import Products
 from heedful.patterns import Causal, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
 from heedful.validation import check_inputs
+from heedful.words import check_takes_words
 
 Piece = tuple[Mechanism, slice, slice]
 
@@ -124,7 +126,7 @@ class Mixture(Mechanism):
         def adjoint(y):
             return self._join([back(x) for back, (_, (x,), _) in zip(adjoints, self._split(None, y), strict=True)])
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q, k, request, *, segments=None):
         self._check(q, k, segments=segments)
@@ -139,16 +141,30 @@ class Mixture(Mechanism):
         return RowSums.join(found, max(q.ndim, k.ndim) - 3)
 
     def cost(self, dims: Dims) -> Cost:
-        costs = [part.cost(replace(dims, batch=size)) for part, size in self._sized()]
+        width = self.heads // (self.kv_heads or 1)
+        shared = dims.group_size % width == 0  # the heads of a row of the table share their keys
+        times = dims.group_size // width if shared else dims.group_size  # entries beside the heads that share them
+        stages: list[Stage] = []
+        state, parameters = 0, {}  # bytes of the parameters of each part
+        for part, rows, columns in self._pieces():
+            across = columns.stop - columns.start
+            own = replace(
+                dims,
+                batch=times * (rows.stop - rows.start) * across,
+                group_size=times * (across if shared else 1),
+            )
+            cost = part.cost(own)
+            stages += cost.stages
+            parameters[part] = cost.bytes - own.io_bytes
+            state += cost.state or 0
 
         def share(total: int) -> int:  # the batch of `dims` counts all heads of all rows
-            return total * dims.batch // self.heads
+            return total * dims.batch // (self.heads * times)
 
-        states = [cost.state for cost in costs if cost.state is not None]
-        return Cost(
-            flops=share(sum(cost.flops for cost in costs)),
-            bytes=share(sum(cost.bytes for cost in costs)),
-            state=share(sum(states)) if isinstance(self, RecurrentMechanism) else None,
+        return Cost.of_stages(
+            *(Stage(stage.name, share(stage.flops), share(stage.elementwise)) for stage in stages),
+            bytes=dims.io_bytes + sum(parameters.values()),
+            state=share(state) if isinstance(self, RecurrentMechanism) else None,
         )
 
     def reads_qk(self, heads):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.blocked.reference import blocked_adjoint
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.iterated_inverse import inverse_products, inverse_times, iterated_inverse
@@ -102,7 +102,7 @@ class Nystrom(Mechanism):
         return x.to(v.dtype)
 
     def products(self, q, k, *, segments=None):
-        apply, adjoint = super().products(q, k, segments=segments)
+        products = super().products(q, k, segments=segments)
 
         @torch.no_grad()
         def transposed(y):
@@ -116,7 +116,7 @@ class Nystrom(Mechanism):
                 return self._attend_transposed(of_queries, K, x).to(y.dtype)
 
         plain = segments is None and q.shape[-2] and k.shape[-2]
-        return apply, transposed if plain else adjoint
+        return products._replace(adjoint=transposed) if plain else products
 
     def _between(self, of_queries: Tensor, of_keys: Tensor) -> Tensor:
         """W."""
@@ -135,9 +135,12 @@ class Nystrom(Mechanism):
         if dims.n == 0 or dims.m == 0:
             return Cost(flops=0, bytes=dims.io_bytes)
         a, b = min(self.landmarks, dims.n), min(self.landmarks, dims.m)
-        attended = (a * dims.m + dims.n * b) * (dims.d + dims.e)
-        products = attended + a * b * dims.d + inverse_products(a, b, dims.e, self.iterations)
-        return Cost(flops=2 * dims.batch * products, bytes=dims.io_bytes)
+        between = a * b * dims.d + inverse_products(a, b, dims.e, self.iterations)
+        return Cost.of_stages(
+            *softmax_stages(dims.batch * (a * dims.m + dims.n * b), dims.d, dims.e),
+            Stage("pseudo-inverse", 2 * dims.batch * between, dims.batch * a * b),
+            bytes=dims.io_bytes,
+        )
 
     def explain(self, q, k, v, *, segments=None):
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
 from heedful.kernels.softmax.rows import SoftmaxRows
@@ -168,10 +168,12 @@ class Perceiver(Mechanism):
         if dims.m == 0:
             return Cost(flops=0, bytes=dims.io_bytes)
         r, d, e = self.latents, dims.d, dims.e
-        rounds = self.rounds * r * (2 * d * d + r * (2 * d + e))
+        own = dims.states(self.heads)  # latents that attend to keys of their own
         parameters = self.L.numel() + self.W.numel() + self.U.numel()
-        return Cost(
-            flops=2 * dims.batch * (r * dims.m * (2 * d + e) + rounds + dims.n * r * (d + e)),
+        return Cost.of_stages(
+            Stage("latents read keys", 2 * own * r * dims.m * (2 * d + e), own * r * dims.m),
+            Stage("rounds", 2 * own * self.rounds * r * (2 * d * d + r * (2 * d + e)), own * self.rounds * r * r),
+            *softmax_stages(dims.batch * dims.n * r, d, e),
             bytes=dims.io_bytes + parameters * self.L.element_size(),
         )
 

@@ -2,7 +2,7 @@
 
     matrix      A_ij = f(scale · q_i·k_j) / z_i over visible j
                 z_i = Σ_j |f|  (l1) · √Σ_j f²  (l2) · number of visible keys  (length) · 1  (None)
-    fast        the same by tiles that the pattern allows
+    fast        the same by tiles that the pattern allows, inside residue classes, or over lists of neighbours
     recurrence  a cache of the keys and values that later queries may see
     cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -24,6 +25,9 @@ from torch import nn
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.tiles import Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
+from heedful.kernels.softmax.neighbours import reference as neighbours
+from heedful.kernels.softmax.recognise import about_classes, about_lists
+from heedful.kernels.softmax.strided import classes
 from heedful.mechanisms.score_base import ScoreBase
 from heedful.patterns import Causal, Pattern
 from heedful.segments import visible
@@ -38,8 +42,8 @@ def relu2(x: Tensor) -> Tensor:
     return x.relu().square()
 
 
-def identity(x: Tensor) -> Tensor:
-    """x."""
+def no_activation(x: Tensor) -> Tensor:
+    """x itself: weights are the scores."""
     return x
 
 
@@ -89,6 +93,18 @@ def _or_one(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1)
 
 
+def _kernel(name: str, by_class: Callable, by_list: Callable, by_tile: Callable) -> Kernel:
+    """Softmax's backends that take any row function."""
+    tiles = Backend("torch", by_tile, reference.objections)
+    inside = Kernel(f"{name} inside residue classes", tiles)
+    return Kernel(
+        name,
+        Backend("strided", partial(by_class, inside), about_classes),
+        Backend("neighbours", by_list, about_lists),
+        tiles,
+    )
+
+
 class Quadratic(ScoreBase):
     """Weights f(scale · q·k), by default relu² over the number of visible keys.
 
@@ -98,7 +114,9 @@ class Quadratic(ScoreBase):
     torch.Size([2, 4, 100, 16])
     """
 
-    kernel = Kernel("quadratic", Backend("torch", reference.blocked, reference.objections))
+    weights_stage = "activation"
+    kernel = _kernel("quadratic", classes.attend, neighbours.attend, reference.blocked)
+    adjoint_kernel = _kernel("quadratic adjoint", classes.adjoint, neighbours.adjoint, reference.blocked_adjoint)
 
     def __init__(
         self,

@@ -49,7 +49,11 @@ class Retention(LinearBase):
 
     def _apply(self, fn, recurse=True):
         before = self.log_lambda
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except TypeError:  # a device without float64, such as MPS
+            before = self.log_lambda = self.log_lambda.float()
+            super()._apply(fn, recurse)
         exact = torch.tensor(self.decay, dtype=torch.float64)
         self.log_lambda = rounded_anew(before, self.log_lambda, exact.log)
         return self

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from heedful.core import Cost, Dims, RecurrentMechanism
+from heedful.core import Cost, Dims, RecurrentMechanism, softmax_stages
 from heedful.kernels.blocked import reference
 from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
 from heedful.kernels.blocked.tiles import Keys, Mask, Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
+from heedful.operator import Products
 from heedful.patterns import Pattern
 from heedful.segments import in_last, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor
@@ -40,6 +41,8 @@ class ScoreBase(RecurrentMechanism):
     """Base of `Softmax` and `Quadratic`: subclasses give `rows`, `matrix` and a kernel."""
 
     kernel: Kernel
+    weights_stage = "softmax"
+    """What `Cost.stages` calls the row function."""
     adjoint_kernel = Kernel("adjoint", Backend("torch", reference.blocked_adjoint, reference.objections))
 
     def __init__(self, pattern: Pattern, scale: float | None):
@@ -68,29 +71,33 @@ class ScoreBase(RecurrentMechanism):
             check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
             return self.adjoint_kernel(*self._kernel_inputs(q, k, y, segments), memory=memory)
 
-        return lambda x: self(q, k, x, segments=segments), adjoint
+        return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q, k, request, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
         return row_statistics(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request)
 
-    def formed(self, q, k, *, segments=None):
+    def float32_row_sums(self, q, k, request, *, segments=None):
+        return self.row_sums(q, k, request, segments=segments)  # its backends compute in float32 from 16-bit q and k
+
+    def materialise(self, q, k, *, segments=None):
         if q.is_cuda:  # tiles spare a CPU's cache; a GPU pays for each of them with launches
             return self.matrix(q, k, segments=segments)
-        check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)
-        with as_given(q):
-            return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
+        return blocked_matrix(q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]))
 
     def _kernel_inputs(self, q, k, v, segments):
         return q, k, v, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])
 
     def cost(self, dims: Dims) -> Cost:
-        pairs = self.pattern.pairs(dims.n, dims.m)
         kept = self.pattern.remembers(torch.arange(dims.m), torch.tensor(dims.m)).sum()
-        return Cost(
-            flops=2 * dims.batch * pairs * (dims.d + dims.e),
+        return self._exact_cost(dims, self.pattern.pairs(dims.n, dims.m), int(kept))
+
+    def _exact_cost(self, dims: Dims, pairs: int, kept: int) -> Cost:
+        """The cost of `pairs` weights in each entry of the batch, and of `kept` keys and values in the cache."""
+        return Cost.of_stages(
+            *softmax_stages(dims.batch * pairs, dims.d, dims.e, self.weights_stage),
             bytes=dims.io_bytes,
-            state=dims.batch * int(kept) * (dims.d + dims.e),
+            state=dims.kv_batch * kept * (dims.d + dims.e),
         )
 
     def init_state(self, q, k, v) -> Cache:

@@ -2,7 +2,8 @@
 
 matrix      A_ij = exp(z_ij / T) / (exp(sink / T) + Σ_{l visible} exp(z_il / T)),  j visible from i
             z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij
-fast        torch's fused kernel; where that would be wrong or dense, Triton's over intervals, or tiles of the pattern
+fast        the kernel for what the pattern is: torch's fused one (dense, causal), residue classes (strided, dilated;
+            merged with a window), lists of neighbours (trees); else Triton's over intervals or lists, or tiles
 recurrence  a cache of the keys and values that later queries may see
 cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 """
@@ -16,11 +17,10 @@ import torch
 from torch import nn
 
 from heedful.kernels.dispatch import as_given, asked_for
-from heedful.kernels.row_statistics import row_statistics
 from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.score_base import ScoreBase
-from heedful.operator import Walked
+from heedful.operator import Products
 from heedful.patterns import Causal, Pattern
 from heedful.segments import resolve, visible
 from heedful.shapes import Float, Tensor
@@ -34,6 +34,15 @@ class Softmax(ScoreBase):
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
     >>> h.Softmax(h.Window(512, sinks=4))(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
+
+    Half of the Sparse Transformer, N²/128 pairs, and tokens within two edges in a syntax tree:
+
+    >>> strided = h.Softmax((h.Strided(128) | h.Window(127)) & h.Causal())
+    >>> strided.explain(q, k, v).splitlines()[-1]
+    '→ strided-window'
+    >>> heads = (1, -1, 4, 4, 1)  # "dogs chase the small cat": chase is the root, cat its child, the and small cat's
+    >>> (h.Softmax(h.Tree(heads, radius=1)).matrix(q[..., :5, :], k[..., :5, :])[0, 0, 2] > 0).tolist()
+    [False, False, True, False, True]
 
     scale         factor of q·k; d^-½ by default
     temperature   divides the logits; the larger, the flatter
@@ -89,9 +98,9 @@ class Softmax(ScoreBase):
             temperature=heat,
         )
 
-    def raised_products(self, q, k, *, segments=None):
+    def float32_products(self, q, k, *, segments=None):
         inputs = q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1])
-        raised = cache(lambda: super(Softmax, self).raised_products(q, k, segments=segments))
+        raised = cache(lambda: super(Softmax, self).float32_products(q, k, segments=segments))
         if softmax_products.refuses("triton", *inputs):
             return raised()
         here = softmax_products(*inputs)
@@ -100,22 +109,18 @@ class Softmax(ScoreBase):
         def elsewhere() -> bool:
             return finite_is_required() or asked_for() not in (None, "triton")
 
-        def choose(fast: Callable[[Tensor], Tensor], which: int) -> Callable[[Tensor], Tensor]:
+        def either(fast: Callable[[Tensor], Tensor], slow: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def product(x: Tensor) -> Tensor:
                 learns = (learned or x.requires_grad) and torch.is_grad_enabled()
-                return raised()[which](x) if learns or elsewhere() else fast(x)
+                return slow(x) if learns or elsewhere() else fast(x)
 
             return product
 
-        both = choose(here.apply, 0), choose(here.adjoint, 1)
-        return both if elsewhere() else Walked(*both)
-
-    def raised_row_sums(self, q, k, request, *, segments=None):
-        # Products of 16-bit numbers are exact in float32, so Triton's kernel needs nothing raised.
-        inputs = q, k, self.rows(), self.pattern, segments, self.score_scale(q.shape[-1]), request
-        if row_statistics.refuses("triton", *inputs):
-            return super().raised_row_sums(q, k, request, segments=segments)
-        return self.row_sums(q, k, request, segments=segments)
+        return Products(
+            either(here.apply, lambda x: raised().apply(x)),
+            either(here.adjoint, lambda y: raised().adjoint(y)),
+            fused=not elsewhere(),
+        )
 
     def matrix(self, q, k, *, segments=None):
         check_inputs(q, k, segments=segments, pattern=self.pattern, mechanism=self)

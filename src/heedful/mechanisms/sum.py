@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from heedful.constants import rounded_anew
-from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State, check_takes_words
+from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism, State
 from heedful.mechanisms.mixture import all_recurrent, check_parts, union
+from heedful.operator import Products
 from heedful.shapes import Float, Tensor, broadcast_shapes
 from heedful.validation import check_inputs
+from heedful.words import check_takes_words, words_for
 
 Gate = Literal["sigmoid", "softmax"]
 
@@ -117,11 +119,11 @@ class Sum(Mechanism):
 
     def forward(self, q, k, v, *, segments=None, words=None):
         self._check(q, k, v, segments=segments, words=words)
-        return self._add(part(q, k, v, segments=segments, **_for(part, words)) for part in self._parts())
+        return self._add(part(q, k, v, segments=segments, **words_for(part, words)) for part in self._parts())
 
     def matrix(self, q, k, *, segments=None, words=None):
         self._check(q, k, segments=segments, words=words)
-        parts = [part.matrix(q, k, segments=segments, **_for(part, words)) for part in self._parts()]
+        parts = [part.matrix(q, k, segments=segments, **words_for(part, words)) for part in self._parts()]
         return torch.stack([g * A for g, A in zip(self._factors(parts[0]), parts, strict=True)]).sum(0)
 
     def reads_qk(self, heads):
@@ -132,20 +134,20 @@ class Sum(Mechanism):
         adjoints: list[Callable[[Tensor], Tensor]] = [
             part.products(q, k, segments=segments)[1] for part in self._parts()
         ]
-        return lambda x: self(q, k, x, segments=segments), lambda y: self._add(back(y) for back in adjoints)
+        return Products(lambda x: self(q, k, x, segments=segments), lambda y: self._add(back(y) for back in adjoints))
 
     def cost(self, dims: Dims) -> Cost:
         costs = [part.cost(dims) for part in self._parts()]
         states = [cost.state for cost in costs if cost.state is not None]
-        return Cost(
-            flops=sum(cost.flops for cost in costs),
+        return Cost.of_stages(
+            *(stage for cost in costs for stage in cost.stages),
             bytes=dims.io_bytes + sum(cost.bytes - dims.io_bytes for cost in costs),  # inputs need reading once
             state=sum(states) if isinstance(self, RecurrentMechanism) else None,
         )
 
     def explain(self, q, k, v, *, segments=None, words=None):
         self._check(q, k, v, segments=segments, words=words)
-        told = (part.explain(q, k, v, segments=segments, **_for(part, words)) for part in self._parts())
+        told = (part.explain(q, k, v, segments=segments, **words_for(part, words)) for part in self._parts())
         lines = [one.splitlines() for one in told]
         return "\n".join(f"part {at}: {line}" for at, part in enumerate(lines) for line in part)
 
@@ -180,11 +182,6 @@ class Sum(Mechanism):
     def extra_repr(self) -> str:
         fixed = "" if isinstance(self.weights, nn.Parameter) else "fixed "
         return f"{fixed}weights {tuple(self.weights.shape)}" + (f", gate={self.gate!r}" if self.gate else "")
-
-
-def _for(part: Mechanism, words: Tensor | None) -> dict[str, Tensor]:
-    """Word ids as an argument, for a part that takes them."""
-    return {"words": words} if words is not None and part.takes_words() else {}
 
 
 class StreamingSum(Sum, RecurrentMechanism):

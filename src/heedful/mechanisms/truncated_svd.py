@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage
 from heedful.kernels.dispatch import as_given
 from heedful.mechanisms.softmax import Softmax
+from heedful.operator import Products
 from heedful.patterns import Full
 from heedful.segments import Segments, per_segment
 from heedful.shapes import Float, Tensor
@@ -80,7 +81,7 @@ class TruncatedSVD(Mechanism):
                 kept.append(A)
             return A
 
-        return _product(nearest), _product(lambda: nearest().mT)
+        return Products(_product(nearest), _product(lambda: nearest().mT))
 
     def _nearest(self, q: Tensor, k: Tensor) -> Float[Tensor, "*b n m"]:
         """A_r in float32 or better."""
@@ -93,10 +94,13 @@ class TruncatedSVD(Mechanism):
 
     def cost(self, dims: Dims) -> Cost:
         short, long = sorted((dims.n, dims.m))
-        scores = self.inner.cost(replace(dims, e=0)).flops
-        svd = 6 * long * short**2 + 20 * short**3
-        products = 2 * dims.n * dims.m * (min(self.rank, short) + dims.e)
-        return Cost(flops=scores + dims.batch * (svd + products), bytes=dims.io_bytes)
+        return Cost.of_stages(
+            *self.inner.cost(replace(dims, e=0)).stages,
+            Stage("svd", dims.batch * (6 * long * short**2 + 20 * short**3)),
+            Stage("rank-r matrix", 2 * dims.batch * dims.n * dims.m * min(self.rank, short)),
+            Stage("aggregation", 2 * dims.batch * dims.n * dims.m * dims.e),
+            bytes=dims.io_bytes,
+        )
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}"

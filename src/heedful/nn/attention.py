@@ -20,12 +20,22 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from heedful.core import Mechanism, RecurrentMechanism, State, check_takes_words, group_heads
+from heedful.core import (
+    Cost,
+    Dims,
+    Mechanism,
+    RecurrentMechanism,
+    Stage,
+    State,
+    group_heads,
+    softmax_stages,
+)
 from heedful.mechanisms import Linformer, Softmax
-from heedful.nn.projections import seeds
+from heedful.nn.projections import seeds, token_flops
 from heedful.nn.rope import Rope
 from heedful.segments import Segments, in_last, resolve
 from heedful.shapes import Float, Int, Tensor
+from heedful.words import check_takes_words
 
 
 @runtime_checkable
@@ -222,6 +232,45 @@ class Attention(nn.Module):
     def join(self, out: Float[Tensor, "*b h n e"]) -> Float[Tensor, "*b n embed"]:
         """Tokens from the outputs of the heads."""
         return self._join(out)
+
+    def cost(self, n: int, m: int | None = None, *, batch: int = 1) -> Cost:
+        """What a forward pass over n tokens takes: projections, the stages of the mechanism, the output projection.
+
+        m   tokens of a context; None is self-attention
+
+        >>> layer = Attention(512, heads=8)
+        >>> for stage in layer.cost(1024).stages:
+        ...     print(f"{stage.name:17} {stage.flops:>13,}")
+        projections       1,610,612,736
+        scores              537,395,200
+        softmax                       0
+        aggregation         537,395,200
+        output projection   536,870,912
+        """
+        keys = n if m is None else m
+        number = self.out_proj.weight.element_size() if isinstance(self.out_proj, nn.Linear) else 4
+        inner = Dims(
+            n, keys, self.head_dim, self.value_dim, batch * self.heads, number, group_size=self.heads // self.kv_heads
+        )
+        attention = self.mechanism.cost(inner)
+        projected, stages = keys, attention.stages  # tokens that k_proj and v_proj see
+        if self._mixes_first(keys):
+            assert isinstance(self.mechanism, Linformer)
+            projected = self.mechanism.rank
+            mixed = batch * projected * keys * self.context_dim * (1 if self.mechanism.shared else 2)
+            pairs = batch * self.heads * n * projected
+            stages = Stage("mixing", 2 * mixed), *softmax_stages(pairs, self.head_dim, self.value_dim)
+        into = n * token_flops(self.q_proj) + projected * (token_flops(self.k_proj) + token_flops(self.v_proj))
+        around = [module for module in (self.q_proj, self.k_proj, self.v_proj, self.out_proj) if module is not None]
+        weights = sum(x.numel() * x.element_size() for module in around for x in module.parameters())
+        tokens = 2 * n * self.embed_dim + (0 if m is None else m * self.context_dim)
+        return Cost.of_stages(
+            Stage("projections", batch * into),
+            *stages,
+            Stage("output projection", batch * n * token_flops(self.out_proj)),
+            bytes=batch * tokens * number + weights + attention.bytes - inner.io_bytes,
+            state=attention.state,
+        )
 
     def _project(self, x, context, query_positions, key_positions):
         """q, k, v by heads, turned to their positions, grouped."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from heedful.core import Cost, Dims, Mechanism
+from heedful.core import Cost, Dims, Mechanism, Stage
 from heedful.mechanisms import FixedPattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor
@@ -85,7 +85,7 @@ class FixedHeads(Mechanism):
         return (False,) * heads
 
     def cost(self, dims: Dims) -> Cost:
-        return Cost(flops=2 * dims.batch * dims.n * dims.m * dims.e, bytes=dims.io_bytes)
+        return Cost.of_stages(Stage("aggregation", 2 * dims.batch * dims.n * dims.m * dims.e), bytes=dims.io_bytes)
 
     def extra_repr(self) -> str:
         return ", ".join(self.kinds) + (", words" if self.words else "")

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from heedful.core import Mechanism, check_takes_words
+from heedful.core import Mechanism
 from heedful.mechanisms import Softmax
 from heedful.patterns import Causal, Full
 from heedful.segments import Segments, from_mask
 from heedful.shapes import Tensor
+from heedful.words import check_takes_words
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from heedful.kernels.dispatch import as_given
-from heedful.random_features.projections import orthonormal_columns, walsh_hadamard
+from heedful.random_features.projections import orthonormal_columns, walsh_hadamard, walsh_hadamard_flops
 from heedful.shapes import Float, Tensor
 
 ROUNDS = 3
@@ -335,6 +335,19 @@ class LoRA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def token_flops(projection: nn.Module | None) -> int:
+    """Flops of projecting one token: a multiply-add for each weight of its matrices, or fast Hadamard transforms."""
+    flops = 0
+    for module in () if projection is None else projection.modules():
+        if isinstance(module, Hadamard):
+            rounds, maps, _ = module.signs.shape
+            flops += rounds * maps * sum(map(walsh_hadamard_flops, module.widths))
+        else:
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            flops += 2 * sum(x.numel() for x in own if x.ndim == 2)
+    return flops
 
 
 def seeds(seed: int | None, count: int) -> list[int]:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.constants import rounded_anew
 from heedful.feature_maps import LinearLogs, LogFeatureMap
-from heedful.kernels.tensor_cache import kept
+from heedful.kernels.tensor_cache import cached
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
 from heedful.random_features.maps import RandomFeatures
 from heedful.shapes import Float, Tensor
@@ -67,7 +67,7 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
                 W = torch.cat([W, -W], -1)
             return LinearLogs(W, W, torch.full_like(W[:, 0], -log(W.shape[-1]) / 2), self.scale)
 
-        return kept(LOGS, (*self.buffers(),), (self.scale, self.hyperbolic), make)
+        return cached(LOGS, (*self.buffers(),), (self.scale, self.hyperbolic), make)
 
     def dim(self, d):
         return self.features * (2 if self.hyperbolic else 1)
@@ -126,7 +126,7 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
             W = _by_head(W.mT * sqrt(self.scale), 3)
             return LinearLogs(W, W, _by_head(own, 2), self.scale)
 
-        return kept(LOGS, (*self.buffers(),), self.scale, make)
+        return cached(LOGS, (*self.buffers(),), self.scale, make)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, A={_in_short(self.A)}"
@@ -195,7 +195,7 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
             Wq, Wk = (_by_head((W @ x).mT, 3) for x in axes)
             return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, axes[1])
 
-        return kept(LOGS, (*self.buffers(),), self.scale, make)
+        return cached(LOGS, (*self.buffers(),), self.scale, make)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, kind={self.kind!r}, A={_in_short(self.A)}"

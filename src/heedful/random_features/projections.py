@@ -14,7 +14,6 @@ Hadamard     the directions are rows of HD₁HD₂HD₃, D random signs, H the W
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from math import prod
 from typing import Literal
 
 import torch
@@ -106,10 +105,7 @@ class Hadamard(Projection):
         return x.flatten(-2)[..., : self.features] * (self.norms * self.width**-1.5).to(x.dtype)[..., None, :]
 
     def flops(self):
-        radices, width = 0, self.width
-        while width > 1:
-            radices, width = radices + min(width, RADIX), width // min(width, RADIX)
-        return 3 * 2 * radices * self.signs[0].numel() // prod(self.lead)
+        return 3 * walsh_hadamard_flops(self.width) * self.signs.shape[-2]
 
     def rows(self):
         return self(torch.eye(self.d, dtype=self.norms.dtype, device=self.norms.device)).mT
@@ -147,6 +143,15 @@ def walsh_hadamard(x: Float[Tensor, "*b p"]) -> Float[Tensor, "*b p"]:
         return x @ H
     rows = x.unflatten(-1, (p // RADIX, RADIX)) @ H
     return walsh_hadamard(rows.mT.contiguous()).mT.flatten(-2)  # contiguous: one product, not one a token
+
+
+def walsh_hadamard_flops(p: int) -> int:
+    """Flops of one `walsh_hadamard` of width p: a product with H of at most RADIX for each digit."""
+    flops, width = 0, p
+    while width > 1:
+        radix = min(width, RADIX)
+        flops, width = flops + 2 * radix * p, width // radix
+    return flops
 
 
 def projection(

@@ -9,10 +9,10 @@ heedful has), `words` (the answer), `data` (numbers and pictures, made small) an
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from heedful.store import write_whole
 
 if TYPE_CHECKING:
     from heedful.report.data import Records
@@ -25,37 +25,12 @@ def write(scan: Records, path: str | Path, *, against: Records | None = None, la
     path = Path(path)
     text = html(scan, against=against, language=language)
     try:
-        _put(path, text)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder; expected the name of a file, such as report.html")
+        write_whole(path, text)
     except OSError as error:
         why = error.strerror or str(error)
         raise type(error)(
             error.errno, f"{path}: the report can't be written ({why}). Give a file in a folder of your own."
         ) from error
     return path
-
-
-def write_study(rows: list[dict[str, Any]], path: str | Path, *, language: str = "en") -> Path:
-    """Write the page of a study as one HTML file, in both languages; `language` shows first."""
-    from heedful.report.study import html
-
-    path = Path(path)
-    _put(path, html(rows, language=language))
-    return path
-
-
-def _put(path: Path, text: str) -> None:
-    """Beside its place first, then renamed: a reader never sees half a page, a failure leaves the old one."""
-    if path.is_dir():
-        raise IsADirectoryError(21, "it is a folder; expected the name of a file, such as report.html")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".draft")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise

@@ -14,8 +14,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from heedful.report import plots, shell
-from heedful.report.formulas import to_mathml
+from heedful import svg
+from heedful.latex import to_mathml
+from heedful.report import shell
 from heedful.report.numbers import measured_text, number_text
 from heedful.report.shell import Said, say
 
@@ -381,11 +382,11 @@ def _figure(record: Record) -> str:
     figure = record["figure"]
     if not figure or "error" in figure:
         return ""
-    drawn = plots.line_plot(figure)
+    drawn = svg.line_plot(figure)
     if not drawn:
         return ""
     caption = f"<figcaption>{_prose(figure['title'])}</figcaption>"
-    return f"<figure>{caption}{drawn}{plots.legend(figure)}</figure>"
+    return f"<figure>{caption}{drawn}{svg.legend(figure)}</figure>"
 
 
 def _counterexample(code: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import polars as pl
 
 from heedful.report.encode import GRID, picture, short, spectrum
-from heedful.store import RANK, title_of
+from heedful.store.scans import RANK, title_of
 
 PICTURES = 2_500_000
 """Characters that all pictures of a page may take."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from heedful.report.data import Records, payload
 from heedful.report.shell import LANGUAGES, asset, check_language, page, say
-from heedful.store import title_of
+from heedful.store.scans import title_of
 
 SCRIPTS = ("base.js", "export.js", "map.js", "panel.js", "growth.js", "compare.js", "table.js", "report.js")
 GLYPHS = {

@@ -20,7 +20,7 @@ import polars as pl
 from heedful.notices import notices, too_few
 from heedful.scan.phrases import PHRASES, Phrases
 from heedful.scan.statistics import Mean, bootstrap
-from heedful.store import RANK, title_of
+from heedful.store.scans import RANK, title_of
 
 if TYPE_CHECKING:
     from heedful.scan.result import Scan

@@ -1,9 +1,10 @@
-"""Heads that are formed have their rows read where the model attends: weights are computed once, for both.
+"""One pass computes the model's output and the row statistics of its heads, so that weights are computed once.
 
-    the model     O = A V
-    the measures  sums over the rows of A, and A itself, in room that is lent until the heads are measured
+    for the model      O = A V
+    for the measures   sums over the rows of A, and A itself, in a buffer that is borrowed until the heads are measured
 
-Which calls are read so depends on their shapes alone, never on who is busy, so that records do not either.
+This holds for heads that are materialised on a CPU. Whether a call is one of them depends on its shapes alone, never on
+which threads are busy, so records do not depend on that either.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from time import perf_counter
 
 import torch
 
-from heedful import hf
 from heedful.hf.calls import Call
+from heedful.hf.probe import Attending
 from heedful.kernels.row_statistics.sums import RowSums
 from heedful.measures.heads import Room
 from heedful.scan.heads import FORMED, Kept, Pass, read, slabs_of, together
-from heedful.scan.thread_pool import Team
+from heedful.scan.thread_pool import ThreadPool
 from heedful.shapes import Int, Tensor
 
 
-class Rooms:
-    """Rooms for matrices, lent by one thread and given back by another; a new one where none is free."""
+class BufferPool:
+    """Buffers for matrices: one thread borrows a buffer, another may return it. Makes a new one if none is free."""
 
     def __init__(self) -> None:
         self._free: list[Room] = []
 
-    def lend(self) -> Room:
+    def borrow(self) -> Room:
         try:
             return self._free.pop()
         except IndexError:
@@ -39,13 +40,14 @@ class Rooms:
         self._free.append(room)
 
 
-class Along(hf.Attending):
-    """Attends for the model, and keeps the pass over the rows that it took.
+class FusedCapture(Attending):
+    """Computes the outputs of attention calls, and keeps the row statistics of the last one.
 
-    layers   those that are measured; None: all
-    tokens   of the text
-    kept     by the thread that asks for it
-    team     that may take a part of the heads, who waits for nothing else then
+    layers    to measure; None: all
+    tokens    of the text
+    kept      gives what this thread keeps from one pass to the next
+    buffers   for the matrices
+    threads   among which the heads of a call are split
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class Along(hf.Attending):
         layers: Sequence[int] | None,
         tokens: Int[Tensor, "b t"] | None,
         kept: Callable[[], Kept],
-        rooms: Rooms,
-        team: Team,
+        buffers: BufferPool,
+        threads: ThreadPool,
     ):
-        self.layers, self.tokens, self.kept, self.rooms, self.team = layers, tokens, kept, rooms, team
+        self.layers, self.tokens, self.kept, self.buffers, self.threads = layers, tokens, kept, buffers, threads
         self._last: Pass | None = None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor] | None:
@@ -67,22 +69,22 @@ class Along(hf.Attending):
         k, v = (self._per_head(name, call, x) for name, x in (("keys", call.k), ("values", call.v)))
         found = self._read(replace(call, k=k, v=v))
         out = found.sums.product
-        sums = replace(found.sums, product=out[..., :0].clone())  # what it holds is the model's from here on
+        sums = replace(found.sums, product=out[..., :0].clone())  # the model owns the output
         self._last = replace(found, sums=sums, seconds=perf_counter() - start)
         return out.to(call.v.dtype), _beside(found)
 
     def _read(self, call: Call) -> Pass:
-        """The pass over all heads, in parts that are joined; it is the same whoever reads them."""
-        room, parts = self.rooms.lend(), self.team.parts(call.heads)
+        """One pass over all heads, split among threads; the result does not depend on the split."""
+        room, parts = self.buffers.borrow(), self.threads.parts(call.heads)
         slabs = slabs_of(call, room)
-        if slabs is None or len(parts) == 1:  # what does not go into slabs takes little time, beside what follows it
+        if slabs is None or len(parts) == 1:  # without slabs the pass is short beside the decomposition
             return read(call, of_call(self.tokens, call), self.kept(), room, call.v)
 
         def work(part: tuple[int, int]) -> Callable[[], Pass]:
             some, own = call.part(*part), slabs.part(*part)
             return lambda: read(some, of_call(self.tokens, some), self.kept(), room, some.v, own)
 
-        found = self.team.share([work(part) for part in parts])
+        found = self.threads.run_all([work(part) for part in parts])
         return Pass(
             found[0].asked,
             RowSums.join([one.sums for one in found], axis=1),
@@ -93,7 +95,7 @@ class Along(hf.Attending):
         )
 
     def _per_head(self, name: str, call: Call, x: Tensor) -> Tensor:
-        """`Call.per_head` on pages that are there already."""
+        """`Call.per_head` into memory that is used again."""
         if x.shape[1] == call.heads:
             return x
         spread = x[:, :, None].expand(-1, -1, call.heads // x.shape[1], -1, -1)
@@ -104,26 +106,26 @@ class Along(hf.Attending):
         return kept.copy_(spread).flatten(1, 2)
 
     def take(self) -> Pass | None:
-        """The pass over the last call's rows; None where it was not read here."""
+        """The pass over the last call; None if that call was not captured here."""
         last, self._last = self._last, None
         return last
 
     def _drop(self) -> None:
-        """What nobody took: the calls of a check."""
+        """Return the buffer of a pass that was not taken, as in a check."""
         last = self.take()
         if last is not None:
-            self.rooms.give_back(last.room)
+            self.buffers.give_back(last.room)
 
 
 def of_call(tokens: Int[Tensor, "b t"] | None, call: Call) -> Int[Tensor, "b 1 t"] | None:
-    """The tokens of a text, where they are what a call attends to."""
+    """The tokens of a text if the call attends to them, one key for each; else None."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     fits = tokens is not None and len(call.q) == len(tokens) and n == m == tokens.shape[-1]
     return tokens[:, None] if fits and tokens is not None else None
 
 
 def _beside(passed: Pass) -> Tensor:
-    """What each row sums to, as the columns have it too, and its mass on all keys after the query."""
+    """For each row its sum, scaled to agree with the column sums, and its mass on later keys."""
     mass = passed.sums.mass
     found = passed.columns.double().sum(-1) / mass.double().sum(-1).clamp(min=1e-300)
     near = passed.asked.split(passed.sums.at)["offset"][..., passed.asked.near]  # offsets −1, 0, 1
@@ -132,6 +134,6 @@ def _beside(passed: Pass) -> Tensor:
 
 
 def _fits(call: Call) -> bool:
-    """Whether all heads of a call are formed together, on a CPU."""
+    """True if all heads of the call are materialised together on a CPU."""
     small = call.q.shape[-2] * call.k.shape[-2] <= FORMED
     return call.q.device.type == "cpu" and small and len(together(call)) == 1

@@ -39,13 +39,13 @@ from heedful.measures import (
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, PositionalPattern, pattern_of
 from heedful.measures.rows import check_sums, over_rows
-from heedful.measures.search import FORMED, block_of, pays_to_form
+from heedful.measures.search import FORMED, SearchOptions, block_of, pays_to_form
 from heedful.measures.stopping import BLOCK
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
 from heedful.segments import Layout, visible
 from heedful.shapes import Tensor
-from heedful.store import OFFSETS
+from heedful.store.scans import OFFSETS
 
 Matrix = AttentionOperator | Matrices
 """The weights of some heads: as a map, as they are, or in slabs."""
@@ -74,7 +74,8 @@ class Measuring:
     def spectrum(self, op: Matrix, k: int, energy: Tensor | None = None) -> Spectrum:
         """The first k values, and what they and the rest tell of the effective ranks."""
         budget = self.budget * block_of(op) // BLOCK
-        return spectrum(op, k, tau=(0.9, 0.95), energy=energy, budget=budget, failure=0, seed=self.seed)
+        search = SearchOptions(budget, failure=0, seed=self.seed)
+        return spectrum(op, k, tau=(0.9, 0.95), energy=energy, search=search)
 
 
 class Kept:

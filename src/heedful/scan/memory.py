@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from heedful.hf import Refused
+from heedful.hf.modules import Refused
 
 TRIM, MAPPED = -1, -3  # of mallopt: freed memory beyond which some goes back; sizes that are mapped by themselves
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

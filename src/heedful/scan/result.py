@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
 import torch
 
-from heedful import store
 from heedful.notices import too_few
 from heedful.scan.answer import BASE, Answer, answer, compared, number
 from heedful.scan.statistics import Mean, bootstrap, exponent
 from heedful.shapes import Tensor
-from heedful.store import NUMBERS, RANK, Run
+from heedful.store import scans as store
+from heedful.store.scans import NUMBERS, RANK, Run
 
 Language = Literal["en", "zh"]
 POSITIONAL = frozenset(
@@ -220,12 +219,12 @@ class Scan:
     def report(self, path: str | Path, *, against: Scan | None = None, language: Language = "en") -> Path:
         """Write everything to one HTML file (needs `pip install 'heedful[report]'`)."""
         try:
-            page = import_module("heedful.report")  # by name: what shows records lies above what makes them
+            from heedful.report import write  # needs more than a scan does
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(
                 f"the page of a scan can't be made here: {missing}. pip install 'heedful[report]'", name=missing.name
             ) from missing
-        page.write(self, path, against=self.against if against is None else against, language=language)
+        write(self, path, against=self.against if against is None else against, language=language)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -23,28 +23,24 @@ import torch
 from torch import nn
 
 import heedful
-from heedful import executor as executors
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.modules import out_of_sight
+from heedful.hf.modules import Refused, out_of_sight
+from heedful.hf.probe import Probe
+from heedful.hf.prose import longest
 from heedful.hf.weights import loaded
 from heedful.scan.answer import FEWEST
-from heedful.scan.baseline import BUDGET
-from heedful.scan.heads import Measuring
 from heedful.scan.memory import lifted, limited
+from heedful.scan.options import Execution, Progress, ScanOptions, with_old_names
 from heedful.scan.result import Scan
 from heedful.scan.statistics import bootstrap
 from heedful.scan.texts import Reading, Text, Unit, builtin, read, token_count
-from heedful.scan.worker import Result, Worker, survey
+from heedful.scan.worker import Result, Task, Worker, survey
 from heedful.shapes import Tensor
-from heedful.store import RANK, Run
+from heedful.store.scans import RANK, Run
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
 HASHED = 1 << 23  # bytes of a weight that are hashed at a time
 SURVEYED = 256  # tokens of the run that finds the layers
-
-Progress = Callable[[float, int], None]
 
 
 def scan(
@@ -53,25 +49,11 @@ def scan(
     texts: Sequence[Text] | None = None,
     *,
     lengths: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
-    precision: float | None = None,
-    against: nn.Module | tuple[nn.Module, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    engine: executors.Engine = "local",
-    address: str | None = None,
-    workers: int | None = None,
-    memory: int | None = None,
-    device: str | None = None,
-    seed: int = 0,
-    values: int = 32,
-    budget: int = BUDGET,
-    beyond: bool = False,
-    allow_unknown: bool = False,
-    name: str | None = None,
-    against_name: str | None = None,
-    titles: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    options: ScanOptions | None = None,
+    execution: Execution | None = None,
+    **old: Any,
 ) -> Scan:
     """Measure every head of every layer of a model on texts. docs/scan.md says what is measured.
 
@@ -79,51 +61,40 @@ def scan(
                 None. By default passages that come with heedful
     lengths     tokens of each text that are read, its first ones; a text that has fewer is refused. By default 512 of
                 heedful's passages, and texts that were given whole
-    layers      which attention calls, counted from 0 in the order in which they run; the model stops after the last
-    precision   stop when the 95 % interval of the mean effective rank (.9) is ± this share of it, at every length
-    against     another model, or (model, tokenizer), on the same texts: `Scan.against`, `Scan.compare`
     out         folder of the records; by default a new one in the system's temporary folder
     resume      go on with the scan in `out`; texts and lengths may be added
-    engine      "local" or "ray"; with `address` on a cluster that is running, `workers` processes
-    memory      bytes that this process may take in all, or each process of a cluster; None: no limit
-    values      singular values to record for each head
-    budget      products to spend on each head: more narrows the bounds of high ranks
-    beyond      read more tokens than a model with rotary positions was trained on
-    allow_unknown   read a text although the tokenizer does not know half of its tokens
-    progress    called with (units done, units in all), parts of units included
+    options     which layers, how precisely, beside which other model: see `ScanOptions`
+    execution   device, memory, engine, progress: see `Execution`
+
+    Fields of the two objects may be passed by themselves until the next release, with a DeprecationWarning.
     """
-    how = Measuring(seed=seed, values=values, budget=budget)
-    _check(lengths, layers, precision, how)
-    executors.check(engine, address, workers)
-    lengths = tuple(sorted(set(lengths or ())))
+    options, execution = with_old_names(options, execution, old)
+    lengths = _lengths(lengths)
     if texts is None:
-        lengths = lengths or (min(DEFAULT_LENGTH, hf.longest(model) or DEFAULT_LENGTH),)
+        lengths = lengths or (min(DEFAULT_LENGTH, longest(model) or DEFAULT_LENGTH),)
         texts = builtin(max(lengths))
-        texts = texts if precision is not None else texts[:DEFAULT_TEXTS]
-    device = device or str(next(model.parameters()).device)
+        texts = texts if options.precision is not None else texts[:DEFAULT_TEXTS]
+    device = execution.on(model)
+    against = options.against
     other, other_tokenizer = against if isinstance(against, tuple) else (against, tokenizer)
-    with limited(memory):
-        setting = _Setting(texts, titles, lengths, layers, how, device, beyond, allow_unknown)
-        first = _Side(model, tokenizer, name, setting)
-        second = None if other is None else _Side(other, other_tokenizer, against_name, setting)
+    with limited(execution.memory):
+        setting = _Setting(texts, lengths, options, device)
+        first = _Side(model, tokenizer, options.name, setting)
+        second = None if other is None else _Side(other, other_tokenizer, options.against_name, setting)
         if second is not None:
             first.manifest["options"]["against"] = second.manifest["fingerprint"]
-        for side in (first, second):
-            if side is not None:
-                side.manifest["precision"] = precision
         folder = Path(tempfile.mkdtemp(prefix="heedful-scan-")) if out is None else Path(out)
         run = Run.begin(folder, first.manifest, resume=resume)
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
         others = None if second is None else second.readings
-        plan = _Plan(run, first.readings, others, lengths, precision, _done(run, beside))
-        tick = _Tick(progress, plan)
-        probes = first.probe, None if second is None else second.probe
-        worker = partial(Worker, *probes, first.chosen, how, device, first.calls, first.ends)
+        plan = _Plan(run, first.readings, others, lengths, options.precision, _done(run, beside))
+        tick = _Tick(execution.progress, plan)
+        worker = partial(Worker, first.probe, None if second is None else second.probe, first.task)
         # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
-        worker = partial(worker, tick=tick) if engine == "local" else partial(worker, memory=memory)
-        gpus = int(torch.device(device).type == "cuda")
-        work = executors.run(worker, plan.pending(), engine=engine, address=address, workers=workers, gpus=gpus)
-        for result in work:
+        local = execution.engine == "local"
+        worker = partial(worker, tick=tick) if local else partial(worker, memory=execution.memory)
+        for done in execution.executor(device).run(worker, plan.pending()):
+            result = done.result()
             with lifted():
                 _write(result, run, beside)
             plan.note(result)
@@ -138,13 +109,9 @@ class _Setting:
     """What both models of a comparison are measured with."""
 
     texts: Sequence[Text]
-    titles: Sequence[str] | None
     lengths: tuple[int, ...]
-    layers: Sequence[int] | None
-    how: Measuring
+    options: ScanOptions
     device: str
-    beyond: bool
-    allow_unknown: bool
 
 
 class _Side:
@@ -152,31 +119,27 @@ class _Side:
 
     def __init__(self, model: nn.Module, tokenizer: Any, name: str | None, setting: _Setting):
         model.to(setting.device)
+        options = setting.options
         self.readings = read(
-            model, tokenizer, setting.texts, setting.lengths, titles=setting.titles, beyond=setting.beyond,
-            allow_unknown=setting.allow_unknown,
+            model, tokenizer, setting.texts, setting.lengths, titles=options.titles, beyond=options.beyond,
+            allow_unknown=options.allow_unknown,
         )  # fmt: skip
-        self.probe = hf.Probe(model)
-        layers = survey(self.probe, _short(self.readings[0], setting.device), setting.layers)
-        self.chosen = _chosen(setting.layers, len(layers))
-        self.calls = len(layers) if self.chosen is None else max(self.chosen) + 1
-        """After how many attention calls a run of the model ends."""
-        self.ends = layers[self.calls - 1]["name"]
+        self.probe = Probe(model)
+        layers = survey(self.probe, _short(self.readings[0], setting.device), options.layers)
+        chosen = _chosen(options.layers, len(layers))
+        calls = len(layers) if chosen is None else max(chosen) + 1
+        self.task = Task(options.measuring, setting.device, chosen, calls, last=layers[calls - 1]["name"])
         self.manifest = _manifest(model, name, layers, self.readings, setting)
         self.manifest |= _notes(model, self.probe)
         self.manifest["thumbnail_tokens"] = _tokens(tokenizer, self.readings[0])
 
 
-def _check(lengths: Sequence[int] | None, layers: Sequence[int] | None, precision: float | None, how: Measuring):
+def _lengths(lengths: Sequence[int] | None) -> tuple[int, ...]:
+    """In ascending order, each once; empty: texts are read whole."""
     for length in lengths or ():
         if not isinstance(length, int) or length < 2:
             raise ValueError(f"lengths: {length!r}, expected numbers of tokens, 2 or more.")
-    if layers is not None and (not layers or any(not isinstance(x, int) or x < 0 for x in layers)):
-        raise ValueError(f"layers: {list(layers)}, expected numbers from 0.")
-    if precision is not None and not 0 < precision < 1:
-        raise ValueError(f"precision: {precision}, expected a share of the mean, such as 0.05.")
-    if how.values < 1 or how.budget < 1:
-        raise ValueError(f"values {how.values}, budget {how.budget}: expected 1 or more.")
+    return tuple(sorted(set(lengths or ())))
 
 
 def _chosen(layers: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
@@ -201,8 +164,9 @@ def _manifest(
     config: Any = getattr(model, "config", None)
     stored = getattr(config, "_name_or_path", "") or type(model).__name__
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "polars")}
-    layers_asked = None if setting.layers is None else sorted(set(setting.layers))
-    options = {**asdict(setting.how), "layers": layers_asked, "dtype": _dtype(model)}
+    chosen = setting.options.layers
+    layers_asked = None if chosen is None else sorted(set(chosen))
+    options = {**asdict(setting.options.measuring), "layers": layers_asked, "dtype": _dtype(model)}
     return {
         "model": name or stored,
         "model_type": getattr(config, "model_type", type(model).__name__),
@@ -213,10 +177,11 @@ def _manifest(
         "device": setting.device,
         "lengths": list(setting.lengths),
         "texts": [reading.described() for reading in readings],
+        "precision": setting.options.precision,
     }
 
 
-def _notes(model: nn.Module, probe: hf.Probe) -> dict[str, Any]:
+def _notes(model: nn.Module, probe: Probe) -> dict[str, Any]:
     """What `heedful.notices` makes sentences of."""
     found = {"weights": loaded(model).described(), "not_captured": out_of_sight(model), "draws": probe.draws}
     return {name: fact for name, fact in found.items() if fact}

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.modules import Notice
-from heedful.hf.prose import check_ids, check_reach, check_reads_tokens, unknown_share, with_decoder
+from heedful.hf.modules import Notice, Refused
+from heedful.hf.prose import check_ids, check_reach, check_reads_tokens, encode, passages, unknown_share, with_decoder
 from heedful.notices import REFUSE_UNKNOWN, notices
 from heedful.shapes import Tensor
 
@@ -73,12 +71,12 @@ def token_count(inputs: Mapping[str, Any]) -> int:
 
 def builtin(length: int, count: int | None = None) -> list[str]:
     """Passages that come with heedful, joined where one is too short; none is used twice."""
-    each, stored = -(-length // PASSAGE), hf.passages()
+    each, stored = -(-length // PASSAGE), passages()
     joined = ["\n\n".join(stored[at : at + each]) for at in range(0, len(stored) - each + 1, each)]
     if not joined:
         raise Refused(
             f"length: {length} tokens, more than the passages that come with heedful have together "
-            f"({len(hf.passages()) * PASSAGE}). Give texts of your own."
+            f"({len(passages()) * PASSAGE}). Give texts of your own."
         )
     if count is not None and count > len(joined):
         raise Refused(
@@ -171,15 +169,15 @@ def _encoded(
 
 def _of_string(model: nn.Module, tokenizer: Any, text: str, length: int, beyond: bool) -> dict[str, Any]:
     if length:
-        return hf.encode(model, tokenizer, text, length, beyond=beyond)
+        return encode(model, tokenizer, text, length, beyond=beyond)
     if tokenizer is not None and text.strip():
         count = len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
         try:
             check_reach(model, count, beyond=beyond)
         except Refused as reason:
             raise Refused(f"{reason} Give a length, and the first tokens are read.") from reason
-        return hf.encode(model, tokenizer, text, count, beyond=beyond)
-    return hf.encode(model, tokenizer, text)  # which says what is missing
+        return encode(model, tokenizer, text, count, beyond=beyond)
+    return encode(model, tokenizer, text)  # which says what is missing
 
 
 def _of_ids(model: nn.Module, ids: Tensor, length: int, beyond: bool) -> dict[str, Any]:

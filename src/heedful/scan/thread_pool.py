@@ -1,11 +1,11 @@
-"""Heads are measured beside the forward pass, by threads that share the cores.
+"""A thread pool that measures heads while the main thread runs the model.
 
-torch splits one operation over its threads. What is done to a head are many small operations, of which two threads do
-1.5 times as many as one; two heads at once, a thread each, are twice as many. So half of the threads that torch may use
-run the model, and the others measure what it gives. Whoever runs the model measures too when the others are behind.
+Measuring a head takes many small operations. Two torch threads that share each operation are 1.5 times as fast as one;
+two threads that take a head each are twice as fast. So half of torch's threads run the model and the other half measure
+what it produces. The main thread measures too when the pool falls behind.
 
-Sums are rounded by how many threads share them. Jobs have the same number, whoever does them, so that the results do
-not depend on who did.
+The number of torch threads decides how sums are rounded. Every job runs with the same number, in whichever thread, so
+the results do not depend on who ran it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from heedful.executor import using
 
 Result = TypeVar("Result")
 
-MOST = 8  # threads that measure: more would wait for each other's Python
-BEHIND = 2  # jobs that may wait for each of them, with the queries and keys that they are about
-OWN = 2  # how much more of shared work the one who shares it does
-HOLDING = 0.5  # where they hold matrices as well; one may wait in any case
+MOST = 8  # threads of the pool: more would wait for Python's lock
+BEHIND = 2  # jobs per thread that may wait, each of which holds queries and keys
+HOLDING = 0.5  # the same for jobs that hold matrices as well; one may always wait
+OWN = 2  # the main thread's part of shared work, in units of another thread's part
 
 
 class Job(Generic[Result]):
-    """Something to do, by the first who comes to it."""
+    """A job: whichever thread reaches it first runs it."""
 
     def __init__(self, work: Callable[[], Result]):
         self._work: Callable[[], Result] | None = work
@@ -41,7 +41,7 @@ class Job(Generic[Result]):
         self._future = pool.submit(self._do)
 
     def _do(self) -> Result:
-        work, self._work = self._work, None  # what it is about goes when it is done
+        work, self._work = self._work, None  # its tensors are freed when it is done
         assert work is not None
         return work()
 
@@ -54,7 +54,7 @@ class Job(Generic[Result]):
             self._future.cancel()
 
     def result(self) -> Result:
-        """What it gave; done here and now if nobody has begun."""
+        """The result; runs the job in this thread if no other thread has started it."""
         if self._future is None or self._future.cancel():
             done: Future[Result] = Future()
             done.set_result(self._do())
@@ -62,14 +62,14 @@ class Job(Generic[Result]):
         return self._future.result()
 
 
-class Team:
-    """The threads of a worker. Jobs are done in any order; with one thread, where they are handed in.
+class ThreadPool:
+    """Runs jobs in any order; with one thread, at once in the thread that submits them.
 
-    leading   threads of torch for whoever hands jobs in, meanwhile
+    leading   torch threads of the main thread while the pool runs
 
-    >>> team = Team(threads=2)
-    >>> with team.at_work():
-    ...     jobs = [team.hand(lambda x=x: x * x) for x in range(5)]
+    >>> pool = ThreadPool(threads=2)
+    >>> with pool.running():
+    ...     jobs = [pool.submit(lambda x=x: x * x) for x in range(5)]
     ...     print([job.result() for job in jobs])
     [0, 1, 4, 9, 16]
     """
@@ -79,56 +79,56 @@ class Team:
         self.threads, self.leading = threads, threads - threads // 2
         self._each = max(1, threads // 2 // max(others, 1))
         self._pool = ThreadPoolExecutor(others, "heedful") if others else None
-        self._others, self._handed = others, deque[Job[Any]]()
+        self._others, self._submitted = others, deque[Job[Any]]()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Inside, jobs may be handed in; those that are left when something breaks are not done."""
+    def running(self) -> Iterator[None]:
+        """Jobs may be submitted inside; after an error, jobs that have not started are dropped."""
         try:
             with using(self.leading):
                 yield
         finally:
-            while self._handed:
-                self._handed.popleft().drop()
+            while self._submitted:
+                self._submitted.popleft().drop()
 
-    def hand(self, work: Callable[[], Result], behind: float | None = None) -> Job[Result]:
-        """Have this done, now or later, here or by another thread.
+    def submit(self, work: Callable[[], Result], behind: float | None = None) -> Job[Result]:
+        """Run this now or later, in this thread or another.
 
-        behind   how many jobs may wait for each of the others; when there are more, the oldest is done here
+        behind   jobs per thread that may wait; when there are more, this thread runs the oldest
         """
-        job = Job(partial(self._alike, work))
+        job = Job(partial(self._with_equal_threads, work))
         if self._pool is None:
             job.result()
             return job
         job.offer(self._pool)
-        self._handed.append(job)
-        while self._handed and not self._handed[0].is_waiting:
-            self._handed.popleft()
-        if len(self._handed) > max(1, (BEHIND if behind is None else behind) * self._others):
-            self._handed.popleft().result()
+        self._submitted.append(job)
+        while self._submitted and not self._submitted[0].is_waiting:
+            self._submitted.popleft()
+        if len(self._submitted) > max(1, (BEHIND if behind is None else behind) * self._others):
+            self._submitted.popleft().result()
         return job
 
     def parts(self, count: int) -> list[tuple[int, int]]:
-        """Ranges of so many things: a larger one for whoever shares them, as the others come to theirs later."""
+        """Split `count` items into ranges, a larger one first: the main thread starts before the others do."""
         many = min(count, self._others + 1)
         ends = [0, *(count * (at + OWN) // (many - 1 + OWN) for at in range(many))]
         return list(pairwise(ends))
 
-    def share(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
-        """All of them, now: the first here, the others by whoever is free, which may be nobody else."""
-        first, *others = (Job(partial(self._alike, work)) for work in works)
+    def run_all(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run all of them and wait: the first in this thread, the others in free threads, or here if none is free."""
+        first, *others = (Job(partial(self._with_equal_threads, work)) for work in works)
         for job in others:
             if self._pool is not None:
                 job.offer(self._pool)
         try:
             found = [first.result()]
-            for job in reversed(others):  # those that nobody has come to
+            for job in reversed(others):  # here, where no other thread has started it
                 job.result()
             return found + [job.result() for job in others]
         finally:
             for job in others:  # where one of them failed
                 job.drop()
 
-    def _alike(self, work: Callable[[], Result]) -> Result:
+    def _with_equal_threads(self, work: Callable[[], Result]) -> Result:
         with using(self._each), torch.no_grad():
             return work()

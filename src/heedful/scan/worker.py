@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 import heedful
-from heedful import hf
-from heedful.hf import Refused
-from heedful.hf.calls import Call, difference
+from heedful.hf.calls import Call
+from heedful.hf.modules import Refused
+from heedful.hf.probe import Enough, Probe
 from heedful.measures import effective_rank
 from heedful.scan import thread_pool
 from heedful.scan.baseline import Baselines
-from heedful.scan.fused_capture import Along, Rooms, of_call
+from heedful.scan.fused_capture import BufferPool, FusedCapture, of_call
 from heedful.scan.heads import Kept, Matrix, Measuring, Pass, measured, read, thumbnails, together
 from heedful.scan.memory import limited
 from heedful.scan.texts import Unit
-from heedful.scan.thread_pool import Job, Team
+from heedful.scan.thread_pool import Job, ThreadPool
 from heedful.shapes import Tensor
 
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ Tick = Callable[[float], None]
 
 @dataclass
 class Result:
-    """What one unit gave: rows of the model, of the one it is compared with, how far they are apart, and pictures."""
+    """The rows of one unit: of the model, of the model it is compared with, of their difference, and pictures."""
 
     unit: Unit
     rows: list[Row]
@@ -54,44 +54,56 @@ Look = Callable[[Call], Callable[[Part, Matrix], list[Row]]]
 """What else to do about a call: a function of some of its heads and their weights, to be run when they are measured."""
 
 
-class Worker:
-    """Measures units. Made once in each process; what it gives for a unit does not depend on those before.
+@dataclass(frozen=True)
+class Task:
+    """What to measure of every unit.
 
-    count    of attention calls in a run of the model
-    ends     the name of the last one
-    tick     told which part of the unit is done, after each layer
+    how      heads are measured
+    device   on which the model runs
+    layers   attention calls to measure; None: all
+    calls    attention calls after which a run of the model may stop
+    last     the name of the module that makes the last of these calls
+    """
+
+    how: Measuring
+    device: str
+    layers: tuple[int, ...] | None
+    calls: int
+    last: str
+
+
+class Worker:
+    """Measures units. Each process makes one; the rows of a unit do not depend on the units before.
+
+    tick     is told, after each layer, which share of the unit is done
     memory   bytes that the process may take while it measures
     """
 
     def __init__(
         self,
-        model: hf.Probe,
-        against: hf.Probe | None,
-        layers: tuple[int, ...] | None,
-        how: Measuring,
-        device: str,
-        count: int,
-        ends: str,
+        model: Probe,
+        against: Probe | None,
+        task: Task,
         tick: Tick | None = None,
         memory: int | None = None,
     ):
         self.probe, self.other = model, against
         for probe in (model, against):
             if probe is not None:
-                probe.model.to(device)
-        self.layers, self.how, self.device, self.count, self.ends = layers, how, device, count, ends
-        self.tick, self.memory = tick, memory
+                probe.model.to(task.device)
+        self.task, self.tick, self.memory = task, tick, memory
+        how, device = task.how, task.device
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        # On a GPU two threads measure while this one runs the model: they wait for the host's share of the work.
-        self.team = Team(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
+        # On a GPU two threads measure while this one runs the model: short sequences are CPU-bound.
+        self.threads = ThreadPool(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
         if torch.device(device).type == "cuda":
             # torch loads its linear algebra for GPUs at the first use, and fails where two threads are the first.
             torch.linalg.cholesky(torch.ones(1, 1, device=device))
         self.own = _Own()
-        self.rooms = Rooms()
+        self.buffers = BufferPool()
 
     def __call__(self, unit: Unit) -> Result:
-        with limited(self.memory), self.team.at_work():
+        with limited(self.memory), self.threads.running():
             return self._all(unit)
 
     def _all(self, unit: Unit) -> Result:
@@ -106,7 +118,7 @@ class Worker:
                 {"layer": call.at, "head": head, **picture} for head, picture in enumerate(thumbnails(matrix), part[0])
             ]
 
-        rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.count)
+        rows, pictures = self._measure(self.probe, unit, unit.inputs, look, self.task.calls)
         other: list[Row] = []
         delta: list[Row] = []
         if self.other is not None:
@@ -121,36 +133,37 @@ class Worker:
                 key = {"text": unit.text, "length": rows[0]["length"], "layer": call.at}
                 return lambda part, matrix: [
                     {**key, **row, "relative": (row["energy"] / energies[call.at, row["head"]]) ** 0.5}
-                    for row in apart(mine, call, part, self.how)
+                    for row in apart(mine, call, part, self.task.how)
                 ]
 
             other, delta = self._measure(self.other, unit, unit.other, compare)
         return Result(unit, rows, other, delta, pictures)
 
     def _measure(
-        self, probe: hf.Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
+        self, probe: Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
     ) -> tuple[list[Row], list[Row]]:
         """Rows of the chosen layers, and what `look` gave; the model stops after the last one, of `count` calls where
         that is known.
 
         What a model does after its last call, the probe has seen when it checked inputs of this form.
         """
-        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        given = {name: x.to(self.task.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         tokens = given.get("input_ids")
         jobs: list[Job[tuple[list[Row], list[Row]]]] = []
-        last = max(self.layers) if self.layers is not None else None if count is None else count - 1
-        along = Along(self.layers, tokens, lambda: self.own.kept, self.rooms, self.team)
+        layers = self.task.layers
+        last = max(layers) if layers is not None else None if count is None else count - 1
+        capture = FusedCapture(layers, tokens, lambda: self.own.kept, self.buffers, self.threads)
 
         def visit(call: Call) -> None:
-            if self.layers is None or call.at in self.layers:
-                jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, along.take()))
+            if layers is None or call.at in layers:
+                jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, capture.take()))
             if self.tick is not None:
-                self.tick((call.at + 1) / self.count)
-            # A text on which the model does otherwise than on the first one is read to its end.
-            if call.at == last and (self.layers is not None or call.name == self.ends):
-                raise hf.Enough
+                self.tick((call.at + 1) / self.task.calls)
+            # A text on which the model calls other modules than on the first one is read to its end.
+            if call.at == last and (layers is not None or call.name == self.task.last):
+                raise Enough
 
-        probe(given, visit, along)
+        probe(given, visit, capture)
         found = [job.result() for job in jobs]
         return [row for rows, _ in found for row in rows], [row for _, looked in found for row in looked]
 
@@ -160,17 +173,17 @@ class Worker:
         """The heads of a call, in parts, or all of them where the pass over their rows was made already."""
         measure = partial(self._part, unit, call, more=look(call), written=_writes(call))
         if passed is not None:
-            yield self.team.hand(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
+            yield self.threads.submit(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
             return
         parts = together(call)
         for part in parts:
-            job = self.team.hand(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
+            job = self.threads.submit(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
             if call.q.device.type != "cpu" and len(parts) > 1:
                 job.result()  # each group takes all the memory that it may: one after the other
             yield job
 
     def _read(self, call: Call, part: Part, tokens: Tensor | None) -> Pass:
-        return read(call.part(*part), tokens, self.own.kept, self.rooms.lend())
+        return read(call.part(*part), tokens, self.own.kept, self.buffers.borrow())
 
     def _part(
         self,
@@ -187,8 +200,8 @@ class Worker:
         ):  # a thread starts with the first GPU
             passed = read()
             looked = more(part, passed.matrix)
-            found = measured(call.part(*part), passed, self.how, self.baselines, first=part[0])
-        self.rooms.give_back(passed.room)
+            found = measured(call.part(*part), passed, self.task.how, self.baselines, first=part[0])
+        self.buffers.give_back(passed.room)
         if _writes(call) != written:
             raise Refused(
                 f"{call.name}: the model writes over queries or keys that are still being measured. Likely cause: "
@@ -207,20 +220,20 @@ class Worker:
             "turn": call.turn,
             **row,
             "seconds": seconds,
-            "seed": self.how.seed,
-            "device": self.device,
+            "seed": self.task.how.seed,
+            "device": self.task.device,
             "version": heedful.__version__,
         }
 
 
-def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """The attention calls of a model in the order in which they run: what `layer` counts.
 
     layers   those that are to be measured, which are checked as they will be
     """
     found: list[dict[str, Any]] = []
     kept = Kept()
-    along = Along(layers, inputs.get("input_ids"), lambda: kept, Rooms(), Team(threads=1))
+    capture = FusedCapture(layers, inputs.get("input_ids"), lambda: kept, BufferPool(), ThreadPool(threads=1))
 
     def visit(call: Call) -> None:
         found.append(
@@ -236,15 +249,15 @@ def survey(probe: hf.Probe, inputs: dict[str, Any], layers: Sequence[int] | None
         )
 
     if probe.sees_all(inputs):  # the check of the first inputs has to be made in any case
-        probe.check(inputs, visit, along)
+        probe.check(inputs, visit, capture)
     else:
-        probe(inputs, visit, along)
+        probe(inputs, visit, capture)
     return found
 
 
 def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
     """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
-    op = difference(one.part(*part).operator().float(), two.part(*part).operator().float())
+    op = one.part(*part).operator().float() - two.part(*part).operator().float()
     found = how.spectrum(op, 1)
     r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
     columns = {

@@ -14,7 +14,7 @@ import torch.multiprocessing as multiprocessing
 
 from heedful.studies.config import Run
 from heedful.studies.data import Batch, Pairs, Side, batches, gather, load
-from heedful.studies.step import Steps
+from heedful.studies.step import Steps, prepare
 from heedful.studies.train import start
 from heedful.studies.translate import translate
 
@@ -134,8 +134,6 @@ def measure(runs: list[Run], data: Path, parallel: int, out: Path, seconds: floa
 def _process(
     at: int, cells: list[Run], data: Path, rounds: list[int], share: float, barrier, results, compiled
 ) -> None:
-    from heedful.studies.run import prepare
-
     device = prepare()
     ready = []
     if at:

@@ -29,6 +29,7 @@ from heedful.studies.data import load
 from heedful.studies.heads import describe_heads
 from heedful.studies.records import append, finished
 from heedful.studies.results import BASELINES
+from heedful.studies.step import prepare
 from heedful.studies.train import summary, train
 from heedful.studies.translate import translate
 
@@ -163,16 +164,6 @@ def is_baseline(config: dict[str, Any]) -> bool:
     return (
         config["cell"] == BASELINES[config["study"]] and not config["shuffled"] and config["training"]["steps"] >= 500
     )
-
-
-def prepare() -> torch.device:
-    """The device of a process that trains, ready for CUDA graphs: they are captured on a stream of their own."""
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.cuda.set_stream(torch.cuda.Stream())
-    return torch.device("cuda")
 
 
 def work_through(

@@ -149,3 +149,13 @@ def encode(model: Transformer, batch: Batch) -> Float[Tensor, "b n d"]:
     """What the decoder attends to. Sentences are padded on the right, so places are positions."""
     positions = torch.arange(batch.source.shape[1], device=batch.source.device)
     return model.encode(batch.source, segments=batch.segments, words=batch.words, positions=positions)
+
+
+def prepare() -> torch.device:
+    """The device of a process that trains, ready for CUDA graphs: they are captured on a stream of their own."""
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    return torch.device("cuda")

@@ -161,7 +161,7 @@ def check_mechanism(
                 return (sees / sees.sum(-1, keepdim=True).clamp(min=1)).expand(*batch, *sees.shape[-2:])
 
             def cost(self, dims):
-                return h.Cost(flops=dims.batch * dims.m * dims.e, bytes=dims.io_bytes)
+                return h.Cost(flops=dims.kv_batch * dims.m * dims.e, bytes=dims.io_bytes)
 
 
         print(check_mechanism(PrefixMean))

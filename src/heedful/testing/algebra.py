@@ -71,7 +71,7 @@ def outputs_add_up_with_the_values(case: Case) -> None:
 
 
 def operator_is_the_matrix(case: Case) -> None:
-    """A @ x, A.mT @ y, rows, sums over rows and to_dense are those of matrix(q, k)."""
+    """A @ x, A.mT @ y, rows, sums over rows, to_dense and materialise are those of matrix(q, k)."""
     mechanism = case.mechanism()
     ids = torch.tensor([0] * 11 + [1] * 20 + [-1] * 2)
     for n, m, segments in ((33, 33, None), (9, 63, None), (33, 33, ids)):
@@ -114,6 +114,7 @@ def _parts_agree(A, full: Tensor, where: str) -> None:
     assert tuple(A.shape) == tuple(full.shape), f"operator.shape at {where}: {A.shape}, expected {tuple(full.shape)}."
     assert tuple(A.mT.shape) == tuple(full.mT.shape), f"operator.mT.shape at {where}: {A.mT.shape}."
     assert_agrees(A.to_dense(), exact, f"to_dense() = matrix at {where}", "a different definition")
+    assert_agrees(A.materialise(), exact, f"materialise() = matrix at {where}", "a fast way to another matrix")
     assert_agrees(A.mT.mT.to_dense(), exact, f"A.mT.mT = A at {where}", "a transpose too many")
     for index in ([0, n // 2, n - 1], slice(1, None, 3), torch.tensor([n - 1])):
         want = Oracle(full[..., index, :], exact.bound)

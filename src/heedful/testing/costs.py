@@ -3,58 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from heedful.core import Cost, Dims, Mechanism, RecurrentMechanism
-from heedful.patterns import Causal, Full
-from heedful.shapes import Tensor
+from heedful.shapes import Tensor, broadcast_shapes
 from heedful.testing.case import Case, DoesNotApply
 from heedful.testing.flops import FlopCounter
 
-LEAST, SPARSE, MOST, GROWTH = 0.75, 0.5, 1.1, 0.25
+LEAST, PADDED, MOST, GROWTH = 0.75, 0.5, 1.1, 0.25
 """cost.flops must lie between LEAST and MOST times the counted ones.
 
-A fast path does more than the necessary work, and can't do less, up to the terms that a formula leaves out. Where all
-queries see all keys or all before them, it does a quarter more at most (a learned part that the formula leaves out, the
-corners of tiles on the diagonal). It does up to twice as much, SPARSE, where tiles are about as large as what a sparse
-pattern lets through, and where zeros fill values up to another width than that of the keys. From one
-length to twice that length both must grow alike, within GROWTH: tiles fit two lengths differently well, by a fifth at
-worst (random blocks), while another power of the length would show as 2×.
+A fast path does more than the necessary work, and can't do less, up to the terms that a formula leaves out: a quarter
+at most (a learned part, the corners of tiles on the diagonal). Where the tiles of a sparse pattern hold much that the
+pattern leaves out, LEAST is of the work on the pairs that it lets through, not of the work that was counted. Where
+values are wider than keys, a fused kernel fills the keys up with zeros, and the bound is PADDED times the counted ones.
+From one length to twice that length both must grow alike, within GROWTH: tiles fit two lengths differently well, by a
+fifth at worst (random blocks), while another power of the length would show as 2×.
 """
 
 
 def flops_are_what_cost_says(case: Case) -> None:
-    """cost.flops agrees with a counter that refuses unknown operations, at four shapes, and grows as it does."""
-    mechanism, n = case.full_size(), case.length
-    d = case.d
+    """cost.flops agrees with a counter that refuses unknown operations, at six shapes, and grows as it does."""
+    mechanism, n, d = case.full_size(), case.length, case.d
     said, ran = {}, {}
     for shape in ((n, n, d), (n // 2, n // 2, d), (n, n, 4 * d), (n // 8, n, d)):
         queries, keys, e = shape
         q, k, v = case.draw(queries, keys, seed=1, batch=(1,), e=e, dtype=torch.float32)
-        with torch.no_grad(), FlopCounter() as counter:
-            mechanism(q, k, v)
-        said[shape], ran[shape] = mechanism.cost(Dims.of(q, k, v)).flops, counter.flops
-        least = LEAST if e == d and _is_dense(mechanism, n) else SPARSE
-        assert least * ran[shape] <= said[shape] <= MOST * ran[shape], (
-            f"cost.flops at n = {queries}, m = {keys}, d = {d}, e = {e}: {said[shape]:,}, but {ran[shape]:,} ran "
-            f"({_ratio(said[shape], ran[shape]):.2f}×, expected {least} to {MOST}): {dict(counter.by_operation)}. "
-            "Likely cause: a multiply-add counts as two; the batch counts; masked pairs do not; d and e are confused."
-        )
+        said[shape], ran[shape] = _compare_flops(mechanism, q, k, v)
     long, short = (n, n, d), (n // 2, n // 2, d)
     grows, should = _ratio(ran[long], ran[short]), _ratio(said[long], said[short])
     assert abs(should - grows) <= GROWTH * grows, (
         f"from n = {n // 2} to {n} the counted flops grow {grows:.2f}×, cost.flops {should:.2f}×. Likely cause: the "
         "formula has another power of the length than the code."
     )
+    for _, q, k, v in _grouped(case, n // 4, e=d, dtype=torch.float32):
+        _compare_flops(mechanism, q, k, v)
+
+
+def _compare_flops(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """The flops of a call as `cost` says and as counted, which must agree."""
+    with torch.no_grad(), FlopCounter() as counter:
+        mechanism(q, k, v)
+    dims = Dims.of(q, k, v)
+    said, ran = mechanism.cost(dims).flops, counter.flops
+    padded = dims.e > dims.d
+    least = PADDED if padded else LEAST
+    enough = said >= least * ran
+    if not enough and not padded:
+        enough = said >= least * 2 * _visible_pairs(mechanism, q, k) * (dims.d + dims.e)
+    assert enough and said <= MOST * ran, (
+        f"cost.flops at {dims}: {said:,}, but {ran:,} ran ({_ratio(said, ran):.2f}×, expected {least} to {MOST}): "
+        f"{dict(counter.by_operation)}. Likely cause: a multiply-add counts as two; the batch counts, of keys and "
+        "values that queries share once; masked pairs do not; d and e are confused."
+    )
+    return said, ran
 
 
 def bytes_cover_the_inputs(case: Case) -> None:
-    """cost holds integers, and no fewer bytes than reading each input and writing the output once."""
-    mechanism = case.mechanism()
-    for dims in (Dims(1, 1, case.d, case.e), Dims(20, 100, case.d, case.e, batch=6, itemsize=2)):
+    """cost holds integers, and the bytes of each input and the output once at least; shared keys are read once."""
+    mechanism, h = case.mechanism(), case.heads
+    for dims in (Dims(1, 1, case.d, case.e), Dims(20, 100, case.d, case.e, batch=6 * h, itemsize=2)):
         cost = mechanism.cost(dims)
         assert isinstance(cost, Cost), f"cost({dims}) is {type(cost).__name__}, expected heedful.Cost."
         for name in ("flops", "bytes"):
@@ -66,10 +78,16 @@ def bytes_cover_the_inputs(case: Case) -> None:
             f"cost.bytes at {dims}: {cost.bytes:,}, expected at least {dims.io_bytes:,}, each input read and the "
             "output written once. Likely cause: itemsize or batch was left out."
         )
+    shared = replace(dims, group_size=3 * h)
+    saves, should = cost.bytes - mechanism.cost(shared).bytes, dims.io_bytes - shared.io_bytes
+    assert saves >= should, (
+        f"cost.bytes at {shared}: {saves:,} fewer than without shared keys, expected {should:,} fewer. Likely cause: "
+        "keys and values are counted for each query head; dims.io_bytes counts them once, as dims.kv_batch does."
+    )
 
 
 def state_is_what_cost_says(case: Case) -> None:
-    """cost.state is the number of floating-point numbers in the state after m tokens; None without a recurrence."""
+    """cost.state is the number of floating-point numbers in the state after m tokens, where queries share keys too."""
     mechanism = case.mechanism()
     if not isinstance(mechanism, RecurrentMechanism):
         state = mechanism.cost(Dims(8, 8, case.d, case.e)).state
@@ -77,21 +95,47 @@ def state_is_what_cost_says(case: Case) -> None:
         raise DoesNotApply(
             f"{type(mechanism).__name__} is no RecurrentMechanism (and cost.state is None, as it should)"
         )
-    for m in (0, 1, 20, 41):
-        q, k, v = case.draw(m, seed=2, batch=(3,))
-        kept = sum(x.numel() for x in _tensors(mechanism.prefill(q, k, v)[1]) if x.is_floating_point())
+    plain = [("each query has keys of its own", *case.draw(m, seed=2, batch=(3,))) for m in (0, 1, 20, 41)]
+    for how, q, k, v in [*plain, *_grouped(case, 20)]:
+        states = {
+            "cost.state": mechanism.prefill(q, k, v)[1],
+            "the state of steps": _after_steps(mechanism, q, k, v),
+        }
         said = mechanism.cost(Dims.of(q, k, v)).state
-        assert said == kept, (
-            f"cost.state after m = {m} tokens: {said}, but the state holds {kept} floating-point numbers "
-            f"(batch 3 · {case.heads} heads, d = {case.d}, e = {case.e}). Likely cause: the batch or the normaliser "
-            "was left out, or prefill keeps what no later query may see."
-        )
+        for name, state in states.items():
+            kept = sum(x.numel() for x in _tensors(state) if x.is_floating_point())
+            assert said == kept, (
+                f"{name} after {k.shape[-2]} tokens, where {how}: cost.state is {said}, but the state holds {kept} "
+                f"floating-point numbers (q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}). Likely cause: "
+                "the batch or the normaliser was left out, prefill keeps what no later query may see, or what depends "
+                "on keys and values alone is kept for each query head."
+            )
 
 
-def _is_dense(mechanism: Mechanism, n: int) -> bool:
-    """Whether all its parts let each query see all keys, or all before it: at least as many pairs as `Causal`."""
-    patterns = (part.pattern for part in mechanism.modules() if isinstance(part, Mechanism))
-    return all(isinstance(pattern, Full | Causal) or pattern.pairs(n, n) >= n * (n + 1) // 2 for pattern in patterns)
+def _after_steps(mechanism: RecurrentMechanism, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The state after all tokens, one by one."""
+    state = mechanism.init_state(q, k, v)
+    for at in range(k.shape[-2]):
+        state = mechanism.step(state, *(x[..., at : at + 1, :] for x in (q, k, v)))[1]
+    return state
+
+
+def _grouped(
+    case: Case, n: int, e: int | None = None, dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Inputs whose queries share keys and values: all heads of a group, and one head of several rows."""
+    others = case.heads + 1
+    q, k, v = case.draw(n, seed=3, batch=(2, others), e=e, dtype=dtype)
+    yield "the heads of a group share keys", q, k[..., :1, :, :], v[..., :1, :, :]
+    yield "rows share keys, head by head", q, k[:, :1], v[:, :1]
+
+
+def _visible_pairs(mechanism: Mechanism, q: Tensor, k: Tensor) -> int:
+    """Queries and keys that see each other, over the batch; of a mechanism of several, those with a weight."""
+    if sum(isinstance(part, Mechanism) for part in mechanism.modules()) > 1:
+        with torch.no_grad():
+            return int(mechanism.matrix(q, k).count_nonzero())
+    return prod(broadcast_shapes(q.shape[:-2], k.shape[:-2])) * mechanism.pattern.pairs(q.shape[-2], k.shape[-2])
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

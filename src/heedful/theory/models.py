@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.mechanisms import Quadratic, Softmax, no_activation
 from heedful.operator import AttentionOperator
 from heedful.segments import visible
 from heedful.shapes import Float, Tensor
@@ -32,11 +32,11 @@ def model(name: str, trained: bool = True, seed: int = 0) -> tuple[Any, Any]:
 @cache
 def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
     try:
-        from heedful import hf
+        from heedful.hf.load import load
     except ModuleNotFoundError as missing:
         raise Undecided(f"needs real models: {missing}") from missing
     try:
-        found, tokenizer = hf.load(name)
+        found, tokenizer = load(name)
     except (OSError, ValueError, ModuleNotFoundError) as missing:
         raise Undecided(f"needs {name}: {missing}") from missing
     if not trained:
@@ -49,12 +49,13 @@ def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
 def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[Call, ...]:
     """The attention calls of a model on one passage of prose, layer by layer; heads are the second axis of q."""
     found, tokenizer = model(name, trained)  # which says where models are missing, before anything is imported
-    from heedful import hf
+    from heedful.hf.probe import Probe
+    from heedful.hf.prose import encode, passages
 
-    inputs = hf.encode(found, tokenizer, hf.passages()[text], length)
+    inputs = encode(found, tokenizer, passages()[text], length)
     seen: list[Call] = []
     with torch.no_grad():
-        hf.Probe(found)(inputs, seen.append)
+        Probe(found)(inputs, seen.append)
     return tuple(seen)
 
 
@@ -67,7 +68,7 @@ def random_like(call: Call, seed: int) -> AttentionOperator:
 
 def spread(call: Call) -> Float[Tensor, "b h"]:
     """The standard deviation of the logits along a row, as a root mean square over the rows."""
-    scores = Quadratic(identity, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
+    scores = Quadratic(no_activation, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
     logits = scores.matrix(call.q, call.per_head(call.k)).double()
     n, m = logits.shape[-2:]
     count = visible(call.pattern, n, m, call.segments).sum(-1)

@@ -3,27 +3,26 @@
     plan = Plan(Path("runs/theory"), ids=("T11.23", "C11.9"))
     records = run(plan)
 
-A record is a claim and what became of it, in plain data; `store.py` says what is in it.
+A record is a claim and what became of it, in plain data; `records.py` says what is in it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
-from heedful.theory.chapters.chapter import Chapter
+from heedful.executor import Executor, TaskFailed, cores
+from heedful.store import Log, now
 from heedful.theory.claim import Claim, Kind
-from heedful.theory.journal import Journal, fingerprints
+from heedful.theory.fingerprint import fingerprints_of
+from heedful.theory.judge import Outcome, judge, sentence, undecided
 from heedful.theory.records import Record, record
-from heedful.theory.workers import Outcome, judge, load, outcomes, undecided
+from heedful.theory.registry import REGISTRY, chapters_of, claims_of
 
-REGISTRY = "heedful.theory.chapters"
 FAST_LIMIT, SLOW_LIMIT = 300.0, 1800.0
 """Seconds that a claim may take: many times what it should, for the machine may be busy."""
 
@@ -58,41 +57,6 @@ class Plan:
 
     def limit_of(self, claim: Claim) -> float:
         return self.limit or (SLOW_LIMIT if claim.slow else FAST_LIMIT)
-
-
-@cache
-def chapters_of(registry: str = REGISTRY) -> tuple[Chapter, ...]:
-    """The chapters, in order."""
-    return tuple(load(registry).CHAPTERS)
-
-
-def claims_of(registry: str = REGISTRY) -> dict[str, Claim]:
-    """Every claim by its id, in the order of the texts."""
-    found: dict[str, Claim] = {}
-    for chapter in chapters_of(registry):
-        for claim in chapter.claims:
-            if claim.id in found:
-                raise ValueError(f"{claim.id}: two claims have this id.")
-            found[claim.id] = claim
-    return found
-
-
-def fingerprints_of(registry: str = REGISTRY) -> dict[str, str]:
-    """By claim, the fingerprint of all that its finding may depend on, as the sources are now."""
-    module = load(registry)
-    packages = {
-        part.CHAPTER.name: _place(part)
-        for part in vars(module).values()
-        if isinstance(part, ModuleType) and isinstance(getattr(part, "CHAPTER", None), Chapter)
-    }
-    marks = fingerprints(packages)
-    return {claim.id: marks[chapter.name] for chapter in chapters_of(registry) for claim in chapter.claims}
-
-
-def _place(module: ModuleType) -> Path:
-    """A package's folder, a module's file."""
-    path = Path(str(module.__file__))
-    return path.parent if path.name == "__init__.py" else path
 
 
 def select(plan: Plan) -> list[Claim]:
@@ -138,17 +102,17 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
     claims = {claim.id: claim for claim in select(plan)}
     chapter_of = {claim.id: chapter for chapter in chapters_of(plan.registry) for claim in chapter.claims}
     marks = fingerprints_of(plan.registry)
-    journal = Journal(plan.out / "findings.jsonl")
+    log = Log(plan.out / "findings.jsonl")
     found: dict[str, Outcome] = {}
 
     def add(name: str, outcome: Outcome) -> None:
         found[name] = outcome
         told(record(chapter_of[name], claims[name], outcome), len(found), len(claims))
 
-    kept = {} if plan.fresh else journal.fresh(marks)
+    kept = {} if plan.fresh else fresh(log, marks)
     for name, claim in claims.items():
-        if name in kept and kept[name]["outcome"]["evidence"] is not None:
-            add(name, kept[name]["outcome"])
+        if name in kept and kept[name]["evidence"] is not None:
+            add(name, kept[name])
         elif claim.check is None:
             add(name, judge(claim))  # there is nothing to run
         elif claim.slow and not plan.slow and not plan.ids:
@@ -156,21 +120,39 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
     missing = [name for name in claims if name not in found]
     missing.sort(key=lambda name: not claims[name].slow)  # what takes long begins first
     plan.out.mkdir(parents=True, exist_ok=True)
-    judged = outcomes(
-        plan.registry,
-        missing,
-        jobs=plan.jobs or cores(),
+    processes = Executor(
+        "processes",
+        workers=plan.jobs or cores(),
+        threads=1,
         limit=lambda name: plan.limit_of(claims[name]),
         log=plan.out / "workers.log",
     )
-    for name, mark, outcome in judged:
-        if mark and mark != marks[name]:
+    for done in processes.run(partial(Judge, plan.registry), missing, in_order=False):
+        name = done.item
+        if isinstance(done.error, TaskFailed):
+            mark, outcome = marks[name], undecided(done.error.reason, done.error.seconds)
+        elif done.error is not None:
+            mark, outcome = marks[name], undecided(f"it could not be judged: {sentence(done.error)}")
+        else:
+            mark, outcome = done.result()
+        if mark != marks[name]:
             outcome = undecided("the sources changed while it ran; run it again", outcome["seconds"])
-        journal.add(name, mark or marks[name], outcome)
+        log.append({"id": name, "fingerprint": mark, "date": now(), "outcome": outcome})
         add(name, outcome)
     return [record(chapter_of[name], claim, found[name]) for name, claim in claims.items()]
 
 
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+def fresh(log: Log, marks: Mapping[str, str]) -> dict[str, Outcome]:
+    """The last outcome of each claim that has the fingerprint of today."""
+    return {line["id"]: line["outcome"] for line in log.records() if marks.get(line["id"]) == line["fingerprint"]}
+
+
+class Judge:
+    """Judges claims by their ids, in a process of its own; gives the fingerprint of the sources and the outcome."""
+
+    def __init__(self, registry: str):
+        self.registry, self.claims = registry, claims_of(registry)
+
+    def __call__(self, name: str) -> tuple[str, Outcome]:
+        outcome = judge(self.claims[name])
+        return fingerprints_of(self.registry, name)[name], outcome  # after the check, which may import as it goes

@@ -19,8 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from heedful.kernels.blocked.tiles import Keys, Tile, pick, size_on, tiles, with_axes
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -88,7 +87,7 @@ def blocked_adjoint(
     out = work.zeros(work.m, y.shape[-1])
     for tile in work.tiles():
         weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
-        _add(pick(out, tile.batch), tile.cols, weights.mT @ work.rows_of(2, tile))
+        add_at(pick(out, tile.batch), tile.cols, weights.mT @ work.rows_of(2, tile))
     return out.to(y.dtype)
 
 
@@ -235,9 +234,9 @@ class _Blocked(torch.autograd.Function):
                     target = pick(dq, tile.batch)[..., tile.rows, :]
                     target += (dscores @ work.cols_of(1, tile)).sum_to_size(target.shape).mul_(scale)
                 if dk is not None:
-                    _add(pick(dk, tile.batch), tile.cols, dscores.mT @ (work.rows_of(0, tile) * scale))
+                    add_at(pick(dk, tile.batch), tile.cols, dscores.mT @ (work.rows_of(0, tile) * scale))
             if dv is not None:
-                _add(pick(dv, tile.batch), tile.cols, weights.mT @ dout)
+                add_at(pick(dv, tile.batch), tile.cols, weights.mT @ dout)
         grads = (
             None if g is None else g.reshape(x.shape).to(x.dtype)
             for g, x in zip((dq, dk, dv, dbias), (q, k, v, bias), strict=True)
@@ -285,7 +284,7 @@ def _by_autograd(work, rows, tile, dweights, bias, parameters, dbias, dparameter
     return weights.detach(), found[0]
 
 
-def _add(target: Tensor, keys: Keys, part: Tensor) -> None:
+def add_at(target: Tensor, keys: Keys, part: Tensor) -> None:
     """target[…, keys, :] += part, summed over the axes that target lacks."""
     keys.add(target, part.sum_to_size(*target.shape[:-2], *part.shape[-2:]))
 

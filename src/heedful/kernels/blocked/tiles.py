@@ -139,7 +139,7 @@ class Tile:
     rows: slice
     cols: Keys
     i: Int[Tensor, "*s r 1"]
-    j: Int[Tensor, " c"] | Int[Tensor, "*s 1 c"]
+    j: Int[Tensor, " c"] | Int[Tensor, "*s #r c"]
     mask: Mask | None
     clear: int = 0
 
@@ -176,31 +176,52 @@ def tiles(
     pattern: Pattern, batch: tuple[int, ...], n: int, m: int, segments: Segments | None, device: torch.device
 ) -> Iterator[Tile]:
     """Tiles that together hold every allowed pair, each pair once. Queries that see no key may be in no tile."""
+    if segments is None:
+        return _pattern_tiles(pattern, batch, n, m, device)
     layout = Layout(*(with_axes(x, len(batch), 1) for x in resolve(segments, n, m, device)))
-    most = size_on(device)
-    if segments is not None and 0 < prod(batch) * n * m <= most.scores:
-        yield _everything(pattern, layout)
-        return
+    if 0 < prod(batch) * n * m <= size_on(device).scores:
+        return iter([_everything(pattern, layout)])
+    return _segment_tiles(pattern, batch, layout, size_on(device))
+
+
+def _pattern_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, device: torch.device) -> Iterator[Tile]:
+    """Without segments: blocks of queries with the intervals of keys that the pattern gives them."""
+    queries, keys = torch.arange(m - n, m, device=device), torch.arange(m, device=device)
+    most, last = size_on(device), _LastMask()
+    for lo, hi, cols in _blocks(pattern, n, m, most):
+        j = keys[cols.index if cols.interval is None else slice(*cols.interval)]
+        for rows, index in _parts(lo, hi, cols, batch, most):
+            i = queries[rows, None]
+            mask, clear = last(pattern, rows.start + m - n, cols, i, j)
+            for at in index:
+                yield Tile(at, rows, cols, i, j, mask, clear)
+
+
+def _segment_tiles(pattern: Pattern, batch: tuple[int, ...], layout: Layout, most: Size) -> Iterator[Tile]:
+    """Row of ids by row of ids: blocks of queries with the keys of their segments that the pattern may let them see."""
     axes = max((axis + 1 for x in layout for axis in range(len(batch)) if x.shape[axis] > 1), default=0)
-    last = _LastMask()
     for outer in product(*(range(size) for size in batch[:axes])):
         ids = Layout(*(pick(x, outer).reshape(-1) for x in layout))
-        blocks = _blocks(pattern, n, m, most) if segments is None else _segment_blocks(pattern, ids, most.rows)
-        for lo, hi, cols in blocks:
-            inner = axes
-            while inner < len(batch) and prod(batch[inner:]) * (hi - lo) * len(cols) > most.scores:
-                inner += 1
-            step = min(hi - lo, max(1, most.scores // len(cols)))
-            for start in range(lo, hi, step):
-                rows = slice(start, min(start + step, hi))
+        for lo, hi, cols in _segment_blocks(pattern, ids, most.rows):
+            j = ids.key_positions[cols.index if cols.interval is None else slice(*cols.interval)]
+            for rows, index in _parts(lo, hi, cols, batch[axes:], most):
                 i = ids.query_positions[rows, None]
-                j = ids.key_positions[cols.index if cols.interval is None else slice(*cols.interval)]
-                if segments is None:
-                    mask, clear = last(pattern, start + m - n, cols, i, j)
-                else:
-                    mask, clear = _segment_mask(pattern, ids, rows, cols, i, j), 0
-                for index in product(*(range(size) for size in batch[axes:inner])):
-                    yield Tile(outer + index, rows, cols, i, j, mask, clear)
+                mask = _segment_mask(pattern, ids, rows, cols, i, j)
+                for at in index:
+                    yield Tile(outer + at, rows, cols, i, j, mask)
+
+
+def _parts(
+    lo: int, hi: int, cols: Keys, batch: tuple[int, ...], most: Size
+) -> Iterator[tuple[slice, list[tuple[int, ...]]]]:
+    """The queries of a block and the batch entries of each tile, so that no tile holds more scores than it may."""
+    axes = 0
+    while axes < len(batch) and prod(batch[axes:]) * (hi - lo) * len(cols) > most.scores:
+        axes += 1
+    index = list(product(*(range(size) for size in batch[:axes])))
+    step = min(hi - lo, max(1, most.scores // len(cols)))
+    for start in range(lo, hi, step):
+        yield slice(start, min(start + step, hi)), index
 
 
 def _everything(pattern: Pattern, layout: Layout) -> Tile:

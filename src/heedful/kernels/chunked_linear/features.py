@@ -175,8 +175,3 @@ def pulled(grad, phi, feature, turns, real):
         case "exp":
             grad.mul_(phi)
     return grad if real is None else grad.masked_fill_(~real, 0.0)
-
-
-def repeat(x, heads):
-    """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

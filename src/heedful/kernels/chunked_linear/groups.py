@@ -98,19 +98,19 @@ def _group(x: Tensor, r: int | None) -> int:
     return max(GROUP, _at_once(x, r) // max(1, len(x)) // CHUNK * CHUNK)
 
 
-def _chunks(t: Tensor, a: int, z: int, c: int) -> Tensor:
+def chunks_of(t: Tensor, a: int, z: int, c: int) -> Tensor:
     """(rows, n, ·) → (chunks, rows, c, ·), a view: the chunks of [a, z) one after the other, each of all rows."""
     return t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1)
 
 
 def cut(t: Tensor, a: int, z: int, c: int) -> Tensor:
     """(rows, n, ·) → (chunks · rows, c, ·), side by side in memory."""
-    return _chunks(t, a, z, c).flatten(0, 1)
+    return chunks_of(t, a, z, c).flatten(0, 1)
 
 
 def put(t: Tensor, a: int, z: int, c: int, chunks: Tensor, times: Tensor | None = None) -> None:
     """The way back, multiplied on it."""
-    there, chunks = _chunks(t, a, z, c), chunks.unflatten(0, (-1, len(t)))
+    there, chunks = chunks_of(t, a, z, c), chunks.unflatten(0, (-1, len(t)))
     if times is None:
         there.copy_(chunks)
     else:
@@ -160,7 +160,9 @@ def _weights(decay: Tensor | None, run: Tensor | None, a: int, z: int, c: int) -
     return Weights(W, into, leave, keep)
 
 
-def _states(S: Tensor, y: Tensor, u: Tensor | None, w: Weights | None, *, back: bool = False) -> tuple[Tensor, Tensor]:
+def chunk_states(
+    S: Tensor, y: Tensor, u: Tensor | None, w: Weights | None, *, back: bool = False
+) -> tuple[Tensor, Tensor]:
     """The state that each chunk meets, S being the first, and the one after all: a chunk adds yᵀu, or Σ y without u.
 
     Backwards the last chunk comes first.
@@ -186,14 +188,14 @@ def forward_group(xs, ys, vs, w: Weights | None, S, z):
     """Numerators of a group of chunks, the inverse of their normalisers, the state after it."""
     leaving = ys if w is None else ys * w.leave
     P = _masked(torch.bmm(xs, ys.mT), w)
-    before, S = _states(S, leaving, vs, w)
+    before, S = chunk_states(S, leaving, vs, w)
     o = torch.bmm(xs, before)
     if w is not None:
         o.mul_(w.into)
     o.baddbmm_(P, vs)
     if z is None:
         return o, None, S, None
-    before, z = _states(z, leaving, None, w)
+    before, z = chunk_states(z, leaving, None, w)
     below = torch.bmm(xs, before.mT)
     below = (below if w is None else below.mul_(w.into)).add_(P.sum(-1, keepdim=True))
     return o, inverse_of(below), S, z
@@ -202,13 +204,13 @@ def forward_group(xs, ys, vs, w: Weights | None, S, z):
 def backward_group(xs, ys, vs, gs, cs, w: Weights | None, met, R, t):
     """Gradients of a group's features and values, and of the state that it met, given those of the one after it."""
     leaving, entering = (ys, xs) if w is None else (ys * w.leave, xs * w.into)
-    before, _ = _states(met[0], leaving, vs, w)
-    after, R = _states(R, entering, gs, w, back=True)
+    before, _ = chunk_states(met[0], leaving, vs, w)
+    after, R = chunk_states(R, entering, gs, w, back=True)
     D = torch.bmm(gs, vs.mT)
     dx, dy, dvs = torch.bmm(gs, before.mT), torch.bmm(vs, after.mT), torch.bmm(ys, after)
     if cs is not None:
-        before, _ = _states(met[1], leaving, None, w)
-        after, t = _states(t, entering * cs, None, w, back=True)
+        before, _ = chunk_states(met[1], leaving, None, w)
+        after, t = chunk_states(t, entering * cs, None, w, back=True)
         D.add_(cs)
         # Where there is nothing before a token its weight is 1, whatever q is: computed, this 0 is the rounding of a
         # difference, over a normaliser that may be small where features have signs.
@@ -268,7 +270,7 @@ def _cut_features(t, turns, real, at, feature, dtype):
     """`features` of `cut`, where the first pass is the one that puts chunks side by side."""
     if feature != "elu1":
         return features(cut(t, *at), feature, None, real, dtype, turns)
-    here = _chunks(t, *at).to(dtype)
+    here = chunks_of(t, *at).to(dtype)
     x = exp_(torch.clamp(here, max=0, out=here.new_empty(here.shape))).add_(here.relu()).flatten(0, 1)
     return turned(x if real is None else torch.where(real, x, 0.0), turns)
 
@@ -276,6 +278,11 @@ def _cut_features(t, turns, real, at, feature, dtype):
 def inverse_of(below: Tensor) -> Tensor:
     """1 over it, zero where it is nothing."""
     return torch.where(below.abs() >= LEAST[below.dtype], below.reciprocal(), 0.0)
+
+
+def repeat(x, heads):
+    """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def in_rows(B, H, *tensors):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear.triton_rows import rows_of
-from heedful.kernels.launching import INTERPRETED, columns, over, power, precision, up
+from heedful.kernels.launching import INTERPRETED, LaunchCache, columns, over, power, precision, up
 from heedful.kernels.state_slots import layout
 
 
@@ -151,7 +151,7 @@ def merged(n, rows) -> bool:
     return rows * n <= LITTLE
 
 
-class Plan:
+class ChunkedSetup:
     """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
 
     def __init__(self, q, k, v, decay, code, turned, feature, normalise, causal, heads, given):
@@ -209,7 +209,7 @@ class Plan:
         return Room((self.B, self.heads, slots, self.slot), each, rows * chunks, sums)
 
 
-PLANS: dict = {}
+SETUPS = LaunchCache()
 
 
 def key(q, k, v, feature, normalise, causal, rest) -> tuple:
@@ -219,40 +219,35 @@ def key(q, k, v, feature, normalise, causal, rest) -> tuple:
     return *sizes, at, q.dtype, q.device, feature, normalise, causal, rest
 
 
-def plan(key, *inputs) -> Plan:
-    """One plan for inputs that Triton would treat alike."""
-    plan = PLANS.get(key)
-    if plan is None:
-        if len(PLANS) >= 1024:
-            PLANS.clear()
-        plan = PLANS[key] = Plan(*inputs)
-    return plan
+def setup(key, *inputs) -> ChunkedSetup:
+    """One setup for inputs that Triton would treat alike."""
+    return SETUPS.find(key, ChunkedSetup, *inputs)
 
 
-def launch(plan, key, pointers, describe):
-    """One of the plan's launches, as `describe` tells it: name, kernel, grid, numbers, constants."""
-    launching.launch(plan.ready, key, pointers, lambda: told(plan, *describe()))
+def launch(setup, key, pointers, describe):
+    """One of the setup's launches, as `describe` tells it: name, kernel, grid, numbers, constants."""
+    launching.launch(setup.ready, key, pointers, lambda: told(setup, *describe()))
 
 
-def first(plan, pointers, *description):
+def first(setup, pointers, *description):
     """Compiles, launches, and returns what a further launch needs."""
-    return launching.first(pointers, *told(plan, *description))
+    return launching.first(pointers, *told(setup, *description))
 
 
-def told(plan, name, kernel, grid, numbers, constants):
-    """What is launched, with the plan's constants and the configuration of that name."""
-    config = plan.configs.get(name)
+def told(setup, name, kernel, grid, numbers, constants):
+    """What is launched, with the setup's constants and the configuration of that name."""
+    config = setup.configs.get(name)
     if config is None:
         return kernel, grid, numbers, constants, dict(num_warps=4)
     options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers)
-    return kernel, grid, numbers, {**plan.constants, **constants}, options
+    return kernel, grid, numbers, {**setup.constants, **constants}, options
 
 
-def parted(plan, name, splits, rows, chunks):
+def parted(setup, name, splits, rows, chunks):
     """The grid and the tile: one program for each row of heads, chunk and part of the axis that is split."""
-    R, E, parts, width = plan.R, plan.E, 1, plan.configs[name].split
+    R, E, parts, width = setup.R, setup.E, 1, setup.configs[name].split
     if splits == "r":
         R, parts = min(R, width), over(R, width)
     else:
         E, parts = min(E, width), over(E, width)
-    return (plan.B * rows * chunks * parts,), dict(R=R, E=E, PARTS=parts)
+    return (setup.B * rows * chunks * parts,), dict(R=R, E=E, PARTS=parts)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from heedful.kernels.chunked_linear.features import exp_
-from heedful.kernels.chunked_linear.groups import Weights, _chunks, _states, cut, groups_of, in_rows, put, slabs
+from heedful.kernels.chunked_linear.groups import Weights, chunk_states, chunks_of, cut, groups_of, in_rows, put, slabs
 from heedful.kernels.dispatch import as_given
 
 LOWEST = -1e30
@@ -143,8 +143,8 @@ def _make(logs: Logs, at, scale: Tensor, total: Tensor | None, where: Where | No
 def _met(S: Tensor, z: Tensor, group: Group, vs: Tensor):
     """The states that the chunks of a group meet, and the one after it."""
     keep = group.weights
-    before, S = _states(S, group.leaving, vs, keep._replace(keep=keep.keep.mT))
-    sums, z = _states(z, group.leaving, None, keep)
+    before, S = chunk_states(S, group.leaving, vs, keep._replace(keep=keep.keep.mT))
+    sums, z = chunk_states(z, group.leaving, None, keep)
     return before, sums, S, z
 
 
@@ -212,8 +212,8 @@ def backward_group(logs: Logs, at, vs, upstream, met, R, t, total=None, where=No
         for p, i, _, state, _ in parts:
             across[p, i] = state
     keep = group.weights
-    after, R = _states(R, across, gs, keep._replace(keep=keep.keep.mT), back=True)
-    ends, t = _states(t, across * cs, None, keep, back=True)
+    after, R = chunk_states(R, across, gs, keep._replace(keep=keep.keep.mT), back=True)
+    ends, t = chunk_states(t, across * cs, None, keep, back=True)
     D = torch.bmm(gs, vs.mT).add_(cs)
     # the first token of all has a weight of 1, whatever q is: computed, this 0 would be the rounding of a difference
     alone = 0.0 if lse is None else lse[: len(z), 0]
@@ -277,7 +277,7 @@ class _Given:
         return x if self.real is None else x.masked_fill_(~cut(self.real, *at), -torch.inf)
 
     def _cut(self, x, at, sign) -> Tensor:
-        here = _chunks(x, *at)
+        here = chunks_of(x, *at)
         logs = torch.empty(here.shape, dtype=self.dtype, device=x.device).copy_(here).flatten(0, 1)
         if self.real is not None:
             logs.masked_fill_(~cut(self.real, *at), 0.0)

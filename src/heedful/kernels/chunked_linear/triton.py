@@ -35,6 +35,8 @@ order: runs are bit-equal. README.md has the floors, the measurements and what d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -45,9 +47,9 @@ from heedful.kernels.chunked_linear import launches, reference, triton_backward,
 from heedful.kernels.chunked_linear.features import LinearState, exp_shifts, exp_state, runs, turns_of
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, current_device, either, learns, over, packed, power, steps
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.state_slots import fill, state_in, tokens
-from heedful.kernels.tensor_cache import kept
+from heedful.kernels.tensor_cache import cached
 
 WIDEST = 256
 
@@ -122,45 +124,50 @@ def chunked_linear(
     rest = _rest(heads, S, decay, code, shift_q, turns[0])
     key = launches.key(q, k, v, feature, normalise, causal, rest)
     kind = decay, code, angles is not None, feature, normalise, causal, heads, S is not None
-    plan = launches.plan(key, q, k, v, *kind)
+    setup = launches.setup(key, q, k, v, *kind)
     inputs = q, k, v, S, z, decay, code, shift_q, shift_k, *turns
     with on_device(q):
         if feature == "exp":
-            o = _Outputs.apply(*inputs, plan, False) if learns(q, k, v) else _attend(plan, *inputs, False)[0]
+            o = _Outputs.apply(*inputs, setup, False) if learns(q, k, v) else _attend(setup, *inputs, False)[0]
             return o, exp_state(k, v, code) if stateful else None
         if learns(q, k, v, S, z, decay):
-            o, S, z = _Outputs.apply(*inputs, plan, True)
+            o, S, z = _Outputs.apply(*inputs, setup, True)
         else:
-            o, final, *_ = _attend(plan, *inputs, True)
-            S, z = state_in(plan, final)
+            o, final, *_ = _attend(setup, *inputs, True)
+            S, z = state_in(setup, final)
     return o, LinearState(S, z)
 
 
-def again(
+def relaunch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     feature: str,
     normalise: bool,
     causal: bool,
-    decay: Tensor | None = None,
-    angles: Tensor | None = None,
-) -> Tensor | None:
-    """The output for inputs of a kind that was taken before, which nobody asks about again; None for any other.
+    decay: Tensor | None,
+    angles: Tensor | None,
+) -> Callable[..., Tensor] | None:
+    """The launches for inputs of this kind, a function of (q, k, v, decay, angles); None where inputs are copied first.
 
-    Inputs are such that they have a meaning: tokens of one type on one device, a decay (H,) in float32. There are no
-    segments, no state before and none after: this is the way of short sequences, where the host takes longer than
-    the card.
+    decay is (H,) in float32. There are no segments, no state before and none after.
     """
-    rest, turns = None, _turns(angles, q, k)
-    if decay is not None or angles is not None:
-        rest = _rest(k.shape[1] if decay is None else q.shape[1], None, decay, None, None, turns[0])
-    plan = launches.PLANS.get(launches.key(q, k, v, feature, normalise, causal, rest))
-    if plan is None or q.get_device() != current_device() or (decay is not None and decay.requires_grad):
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Outputs.apply(q, k, v, None, None, decay, None, None, None, *turns, plan, False)
-    return _attend(plan, q, k, v, None, None, decay, None, None, None, *turns, False)[0]
+    turned, heads = _turns(angles, q, k)[0], k.shape[1] if decay is None else q.shape[1]
+    key = launches.key(q, k, v, feature, normalise, causal, _rest(heads, None, decay, None, None, turned))
+    setup = launches.setup(key, q, k, v, decay, None, angles is not None, feature, normalise, causal, heads, False)
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, angles: Tensor | None) -> Tensor:
+        turns = _turns(angles, q, k)
+        if q.get_device() != current_device():
+            with on_device(q):
+                return launch(q, k, v, decay, angles)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _Outputs.apply(q, k, v, None, None, decay, None, None, None, *turns, setup, False)
+        return _attend(setup, q, k, v, None, None, decay, None, None, None, *turns, False)[0]
+
+    return launch
 
 
 _TURNS = WeakIdKeyDictionary()
@@ -177,19 +184,19 @@ def _turns(angles: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, 
         first, second = (turns[..., turns.shape[-1] - size :].contiguous() for size in (n, m))
         return first, second
 
-    return kept(_TURNS, [angles], (B, n, m), make)
+    return cached(_TURNS, [angles], (B, n, m), make)
 
 
 def _rest(heads, S, *tensors) -> tuple | None:
-    """What a plan depends on beside q, k and v; None where there is nothing of it."""
+    """What a setup depends on beside q, k and v; None where there is nothing of it."""
     if S is None and all(x is None for x in tensors):
         return None
     return heads, S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in tensors)
 
 
-def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
+def _scan_slots(setup, slots, keeps, end, chunks, given, reverse):
     def describe():
-        c, tile = plan.constants, 64
+        c, tile = setup.constants, 64
         constants = dict(
             GIVEN=given,
             WEIGHTED=c["DECAY"] > 0 or c["SEGMENTS"],
@@ -197,46 +204,46 @@ def _scan_slots(plan, slots, keeps, end, chunks, given, reverse):
             GROUP=min(64, power(chunks)),
             TILE=tile,
         )
-        grid = over(plan.slot, tile), plan.B * plan.heads
-        return "scan", triton_forward.scan, grid, (chunks, plan.slot), constants
+        grid = over(setup.slot, tile), setup.B * setup.heads
+        return "scan", triton_forward.scan, grid, (chunks, setup.slot), constants
 
-    launches.launch(plan, ("scan", given, reverse), (slots, keeps, end), describe)
+    launches.launch(setup, ("scan", given, reverse), (slots, keeps, end), describe)
 
 
-def _attend(plan, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
+def _attend(setup, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
     """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspaces."""
-    o = tokens(plan.like_q, q, plan.e)
-    work = launching.empty((plan.forward.size,), q)
-    final = launching.empty((plan.B, plan.heads, plan.slot), q) if stateful else None
+    o = tokens(setup.like_q, q, setup.e)
+    work = launching.empty((setup.forward.size,), q)
+    final = launching.empty((setup.B, setup.heads, setup.slot), q) if stateful else None
     if S is not None:
-        fill(plan, plan.forward.slots(work), 0, S, z)
-    den, slots, keeps, sums, spare = plan.forward.parts(work, "outputs" in plan.ready)
+        fill(setup, setup.forward.slots(work), 0, S, z)
+    den, slots, keeps, sums, spare = setup.forward.parts(work, "outputs" in setup.ready)
     end = spare if final is None else final
     sq, sk, tq, tk, dec, runs = (either(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
-    held = slots if plan.causal else end
+    held = slots if setup.causal else end
 
     def states():
-        grid, tile = launches.parted(plan, "states", "r", plan.heads, plan.chunks_k)
-        numbers = *steps(k, v), plan.m, plan.span, plan.chunks_k, plan.r, plan.e
-        return "states", triton_forward.states, grid, numbers, dict(KV=plan.Hkv, HEADS=plan.heads, **tile)
+        grid, tile = launches.parted(setup, "states", "r", setup.heads, setup.chunks_k)
+        numbers = *steps(k, v), setup.m, setup.span, setup.chunks_k, setup.r, setup.e
+        return "states", triton_forward.states, grid, numbers, dict(KV=setup.Hkv, HEADS=setup.heads, **tile)
 
     def outputs():
-        name = "walk" if plan.launches == 1 else "outputs"
-        grid, tile = launches.parted(plan, name, "e", plan.H, plan.chunks_q)
-        numbers = *steps(q, k, v, o), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
-        given = S is not None or not plan.causal
-        constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, GIVEN=given, LAUNCHES=plan.launches)
+        name = "walk" if setup.launches == 1 else "outputs"
+        grid, tile = launches.parted(setup, name, "e", setup.H, setup.chunks_q)
+        numbers = *steps(q, k, v, o), setup.n, setup.span, setup.chunks_q, setup.r, setup.e
+        given = S is not None or not setup.causal
+        constants = dict(H=setup.H, KV=setup.Hkv, HEADS=setup.heads, GIVEN=given, LAUNCHES=setup.launches)
         return name, triton_forward.outputs, grid, numbers, {**constants, **tile}
 
-    if plan.launches > 1:
-        launches.launch(plan, "states", (k, v, sk, tk, dec, runs, slots, keeps, sums), states)
-    if plan.launches > 2:
-        _scan_slots(plan, slots, keeps, end, plan.chunks_k, S is not None, False)
-    launches.launch(plan, "outputs", (q, k, v, o, den, sq, sk, tq, dec, runs, held, keeps, sums, end), outputs)
+    if setup.launches > 1:
+        launches.launch(setup, "states", (k, v, sk, tk, dec, runs, slots, keeps, sums), states)
+    if setup.launches > 2:
+        _scan_slots(setup, slots, keeps, end, setup.chunks_k, S is not None, False)
+    launches.launch(setup, "outputs", (q, k, v, o, den, sq, sk, tq, dec, runs, held, keeps, sums, end), outputs)
     lse = flags = None
-    if plan.rows is not None:
-        lse, flags = plan.rows.workspace(q)
-        plan.rows.outputs(q, k, v, o, (q, q, q, q, q), runs, den, lse, flags)
+    if setup.rows is not None:
+        lse, flags = setup.rows.workspace(q)
+        setup.rows.outputs(q, k, v, o, (q, q, q, q, q), runs, den, lse, flags)
     return o, final, work, lse, flags
 
 
@@ -244,14 +251,14 @@ class _Outputs(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, and of the workspace den, the states of chunks and z before each block."""
 
     @staticmethod
-    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, plan, stateful):
+    def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, setup, stateful):
         known = decay, code, shift_q, shift_k, turns_q, turns_k
-        rehearse(_Outputs, ctx, plan.ready, q, k, v, S, z, *known, plan, stateful)
-        o, final, *work = _attend(plan, q, k, v, S, z, *known, stateful)
+        compile_both_passes(_Outputs, ctx, setup.ready, q, k, v, S, z, *known, setup, stateful)
+        o, final, *work = _attend(setup, q, k, v, S, z, *known, stateful)
         ctx.save_for_backward(q, k, v, o, *work, final, *known)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.given = plan, S is not None
-        return (o, *state_in(plan, final)) if stateful else o
+        ctx.setup, ctx.given = setup, S is not None
+        return (o, *state_in(setup, final)) if stateful else o
 
     @staticmethod
     def backward(ctx, do, dS=None, dz=None):
@@ -261,91 +268,93 @@ class _Outputs(torch.autograd.Function):
 def _pull_back(ctx, do, dS, dz):
     """The gradients of the inputs of `_Outputs`."""
     q, k, v, o, work, lse, flags, final, decay, code, shift_q, shift_k, turns_q, turns_k = ctx.saved_tensors
-    plan, given = ctx.plan, dS is not None or dz is not None
+    setup, given = ctx.setup, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else packed(do)
-    dq = tokens(plan.like_q, q, plan.d)
+    dq = tokens(setup.like_q, q, setup.d)
     # with a decay a key head has one gradient for each query head: they are summed below
-    dk, dv = tokens(plan.like_k, k, plan.d), tokens(plan.like_v, v, plan.e)
+    dk, dv = tokens(setup.like_k, k, setup.d), tokens(setup.like_v, v, setup.e)
     clocked = decay is not None and ctx.needs_input_grad[5]
     incoming = *do.stride(), do.data_ptr() % 16, given, clocked
-    known = ("gradients", plan.merged, plan.narrow, True, incoming) in plan.ready  # the last of the launches
-    den, slots, keeps, sums, spare = plan.forward.parts(work, known)
-    if not plan.causal:
+    known = ("gradients", setup.merged, setup.narrow, True, incoming) in setup.ready  # the last of the launches
+    den, slots, keeps, sums, spare = setup.forward.parts(work, known)
+    if not setup.causal:
         slots = spare if final is None else final
     delta = back = keeps_back = after = first = room = q
-    if plan.launches > 1 or given or ctx.given:
-        room = launching.empty((plan.backward.size,), q)
+    if setup.launches > 1 or given or ctx.given:
+        room = launching.empty((setup.backward.size,), q)
         if given:
-            fill(plan, plan.backward.slots(room), plan.chunks_q, dS, dz)
-        delta, back, keeps_back, after, first = plan.backward.parts(room, known)
+            fill(setup, setup.backward.slots(room), setup.chunks_q, dS, dz)
+        delta, back, keeps_back, after, first = setup.backward.parts(room, known)
     gain = loss = q
     if clocked:
-        gain, loss = (launching.empty((plan.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
+        gain, loss = (launching.empty((setup.parts(name), *q.shape[:3]), q) for name in ("queries", "keys"))
     sq, sk, tq, tk, dec, runs = (either(x, q) for x in (shift_q, shift_k, turns_q, turns_k, decay, code))
 
     def adjoints():
-        grid, tile = launches.parted(plan, "adjoints", "r", plan.heads, plan.chunks_q)
-        numbers = *steps(q, o, do), plan.n, plan.span, plan.chunks_q, plan.r, plan.e
-        return "adjoints", triton_backward.adjoints, grid, numbers, dict(H=plan.H, HEADS=plan.heads, **tile)
+        grid, tile = launches.parted(setup, "adjoints", "r", setup.heads, setup.chunks_q)
+        numbers = *steps(q, o, do), setup.n, setup.span, setup.chunks_q, setup.r, setup.e
+        return "adjoints", triton_backward.adjoints, grid, numbers, dict(H=setup.H, HEADS=setup.heads, **tile)
 
     def gradients(splits, queries, DK, DV):
         def describe():
             name = "queries" if queries else "keys"
             if queries and DK:
-                name = "walk_back" if plan.launches == 1 else "both"
-            grid, tile = launches.parted(plan, name, splits, plan.H * plan.chunks_q * queries, 1)
+                name = "walk_back" if setup.launches == 1 else "both"
+            grid, tile = launches.parted(setup, name, splits, setup.H * setup.chunks_q * queries, 1)
             split = grid[0]
             if DK or DV:
-                keys, tile = launches.parted(plan, name, splits, plan.heads, plan.chunks_k)
+                keys, tile = launches.parted(setup, name, splits, setup.heads, setup.chunks_k)
                 grid = (split + keys[0],)
             numbers = (
-                *(*steps(q, k, v, o, do, dq, dk, dv), plan.n, plan.m, plan.span),
-                *(plan.chunks_q, plan.chunks_k, split, plan.B * plan.H, plan.r, plan.e),
+                *(*steps(q, k, v, o, do, dq, dk, dv), setup.n, setup.m, setup.span),
+                *(setup.chunks_q, setup.chunks_k, split, setup.B * setup.H, setup.r, setup.e),
             )
-            flags = dict(GIVEN=ctx.given or not plan.causal, GIVEN_BACK=given, FIRST=ctx.given, LAUNCHES=plan.launches)
+            flags = dict(
+                GIVEN=ctx.given or not setup.causal, GIVEN_BACK=given, FIRST=ctx.given, LAUNCHES=setup.launches
+            )
             flags["CLOCKED"] = clocked
             roles = dict(QUERIES=queries, DK=DK, DV=DV)
-            constants = dict(H=plan.H, KV=plan.Hkv, HEADS=plan.heads, **flags, **roles, **tile)
+            constants = dict(H=setup.H, KV=setup.Hkv, HEADS=setup.heads, **flags, **roles, **tile)
             return name, triton_backward.gradients, grid, numbers, constants
 
         pointers = (
             *(q, k, v, o, do, den, delta, dq, dk, dv, sq, sk, tq, tk, dec, runs, slots, keeps, sums),
-            *(back if plan.causal else first, keeps_back, after, first, gain, loss),
+            *(back if setup.causal else first, keeps_back, after, first, gain, loss),
         )
-        launches.launch(plan, ("gradients", queries, DK, DV, incoming), pointers, describe)
+        launches.launch(setup, ("gradients", queries, DK, DV, incoming), pointers, describe)
 
-    if plan.launches > 1:
+    if setup.launches > 1:
         pointers = q, o, do, den, delta, sq, tq, dec, runs, back, keeps_back, after
-        launches.launch(plan, ("adjoints", incoming), pointers, adjoints)
-    if plan.launches > 2:
-        _scan_slots(plan, back, keeps_back, first, plan.chunks_q, given, True)
-    if plan.merged:
+        launches.launch(setup, ("adjoints", incoming), pointers, adjoints)
+    if setup.launches > 2:
+        _scan_slots(setup, back, keeps_back, first, setup.chunks_q, given, True)
+    if setup.merged:
         gradients("r", True, True, True)
     else:
         gradients("r", True, False, False)
-        if plan.narrow:
+        if setup.narrow:
             gradients("r", False, True, True)
         else:
             gradients("r", False, True, False)
             gradients("e", False, False, True)
-    if plan.rows is not None:
-        plan.rows.gradients(q, k, v, o, do, dq, dk, dv, (q, q, q, q, q), runs, den, lse, flags, q, key=incoming)
-    ddecay = _clock_gradient(plan, gain, loss, final, dS, dz, decay, code) if clocked else None
-    if plan.heads > plan.Hkv:
-        dk, dv = (x.reshape(plan.B, plan.Hkv, -1, plan.m, x.shape[-1]).sum(2) for x in (dk, dv))
+    if setup.rows is not None:
+        setup.rows.gradients(q, k, v, o, do, dq, dk, dv, (q, q, q, q, q), runs, den, lse, flags, q, key=incoming)
+    ddecay = _clock_gradient(setup, gain, loss, final, dS, dz, decay, code) if clocked else None
+    if setup.heads > setup.Hkv:
+        dk, dv = (x.reshape(setup.B, setup.Hkv, -1, setup.m, x.shape[-1]).sum(2) for x in (dk, dv))
     dS = dz = None
     if ctx.given:
-        dS, dz = state_in(plan, plan.backward.end(room))
+        dS, dz = state_in(setup, setup.backward.end(room))
     return dq, dk, dv, dS, dz, ddecay, *[None] * 7
 
 
-def _clock_gradient(plan, gain, loss, final, dS, dz, decay, code):
+def _clock_gradient(setup, gain, loss, final, dS, dz, decay, code):
     """The gradient of log_decay: what b gains and loses from each token on, and at the end what the last state gains.
 
     The sums nearly cancel over a whole segment, so they are in float64.
     """
     change = (gain.sum(0, dtype=torch.float64) - loss.sum(0, dtype=torch.float64)).flip(-1).cumsum(-1).flip(-1)
-    for x, dx in zip(state_in(plan, final), (dS, dz), strict=True):
+    for x, dx in zip(state_in(setup, final), (dS, dz), strict=True):
         if x is not None and dx is not None:
             change = change + (x.double() * dx).flatten(2).sum(-1)[..., None]
     if code is not None:

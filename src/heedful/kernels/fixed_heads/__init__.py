@@ -7,6 +7,7 @@ from heedful.kernels.fixed_heads import reference
 
 fixed_heads = Kernel(
     "fixed_heads",
-    triton_backend("heedful.kernels.fixed_heads.triton", "fixed_heads"),
+    triton_backend("heedful.kernels.fixed_heads.triton", "fixed_heads", relaunches=True),
     Backend("torch", reference.fixed_heads, reference.objections),
+    kind=reference.kind,
 )

@@ -21,6 +21,12 @@ APART = 2
 """Left and right context keep this far from the token itself: its neighbours have heads of their own."""
 
 
+def kind(v: Tensor, kinds: tuple[str, ...], n: int) -> tuple:
+    """What the choice of a backend and its launches depend on; on a GPU also what Triton looks at."""
+    memory = (v.stride(), v.data_ptr() % 16) if v.is_cuda else None
+    return v.shape, v.dtype, v.device, v.requires_grad, memory, kinds, n
+
+
 def objections(v, kinds: tuple[str, ...], n: int) -> list[str]:
     """Why these inputs have no meaning, in sentences; none if they do."""
     if v.ndim < 2 or not v.is_floating_point():

@@ -12,6 +12,8 @@ All sums are of terms of one sign for values of one sign, in float32, in a fixed
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +22,13 @@ from torch import Tensor
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.fixed_heads import reference
 from heedful.kernels.fixed_heads.reference import KINDS
-from heedful.kernels.launching import INTERPRETED, current_device, launch, over, power
+from heedful.kernels.launching import INTERPRETED, LaunchCache, current_device, launch, over, power
 
 BLOCK = 128  # tokens a program holds at once
 SPANS = 256  # sums that a program may have to add up
 LONGEST = 1 << 24  # (c + 1)³ and W stay far inside float32
 WARPS = {"num_warps": 4}
-PLANS: dict = {}
+SETUPS = LaunchCache()
 CURRENT, PREVIOUS, NEXT, LEFT, RIGHT, START, END, LAST, EARLIER = map(tl.constexpr, range(9))
 
 
@@ -57,14 +59,19 @@ def fixed_heads(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor:
     return out if v.ndim == 4 else out.reshape(*batch, n, v.shape[-1])
 
 
-def again(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor | None:
-    """The rows for values of a kind that was taken before, where nothing learns; None for any other."""
-    if v.ndim != 4 or len(kinds) != v.shape[1] or (v.requires_grad and torch.is_grad_enabled()):
+def relaunch(v: Tensor, kinds: tuple[str, ...], n: int) -> Callable[..., Tensor] | None:
+    """Both launches for values of this kind, or None where they are copied first, or learn."""
+    if v.ndim != 4 or len(kinds) != v.shape[1] or v.stride(-1) != 1 or (v.requires_grad and torch.is_grad_enabled()):
         return None
-    plan, codes = PLANS.get(_key(v, n, v.shape[2], False)), _CODES.get((kinds, v.device))
-    if plan is None or codes is None or v.get_device() != current_device():
-        return None
-    return plan(v, codes)
+    setup, codes = _setup(v, n, v.shape[2], False), _codes(kinds, v.device)
+
+    def launch(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor:
+        if v.get_device() == current_device():
+            return setup(v, codes)
+        with on_device(v):
+            return setup(v, codes)
+
+    return launch
 
 
 _CODES: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
@@ -92,7 +99,7 @@ class _FixedHeads(torch.autograd.Function):
         return _FixedHeads.apply(grad, codes, n, m, not transposed), None, None, None, None
 
 
-class _Plan:
+class FixedHeadsSetup:
     """What both launches share for inputs that Triton would treat alike."""
 
     def __init__(self, x: Tensor, n: int, m: int, transposed: bool):
@@ -113,21 +120,17 @@ class _Plan:
         return out
 
 
-def _key(x: Tensor, n: int, m: int, transposed: bool) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, n, m, transposed
-
-
 def _launch(x: Tensor, codes: Tensor, n: int, m: int, transposed: bool) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
-    key = _key(x, n, m, transposed)
-    plan = PLANS.get(key)
-    if plan is None:
-        if len(PLANS) >= 1024:
-            PLANS.clear()
-        plan = PLANS[key] = _Plan(x, n, m, transposed)
     with on_device(x):
-        return plan(x, codes)
+        return _setup(x, n, m, transposed)(x, codes)
+
+
+def _setup(x: Tensor, n: int, m: int, transposed: bool) -> FixedHeadsSetup:
+    """One setup for inputs that Triton would treat alike."""
+    key = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, n, m, transposed
+    return SETUPS.find(key, FixedHeadsSetup, x, n, m, transposed)
 
 
 @triton.jit

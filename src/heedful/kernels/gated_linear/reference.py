@@ -23,8 +23,7 @@ from torch import Tensor
 
 from heedful.kernels.chunked_linear.features import LinearState, features, runs
 from heedful.kernels.chunked_linear.groups import LEAST
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import as_given, uncompiled
 
 FEATURES = ("identity", "elu1", "relu")
 CHUNK = 64  # a power of two

@@ -39,12 +39,11 @@ from torch.autograd.function import once_differentiable
 
 from heedful.kernels import launching
 from heedful.kernels.chunked_linear.features import LinearState, runs
-from heedful.kernels.dispatch import on_device
+from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.gated_linear import reference, triton_backward, triton_forward
 from heedful.kernels.launching import INTERPRETED, columns, either, learns, over, packed, power, precision, steps, up
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.state_slots import fill, layout, state_in, tokens
-from heedful.kernels.uncompiled import uncompiled
 
 WIDEST = 128
 TYPES = torch.bfloat16, torch.float16, torch.float32
@@ -124,17 +123,17 @@ def gated_linear(
     S, z = (None, None) if state is None else (state.S, state.z if normalise else None)
     q, k, v = packed(q), packed(k), packed(v)
     g = packed(log_decay if log_decay.dtype in TYPES else log_decay.float())
-    plan = _plan(q, k, v, g, code, feature, normalise, S is not None)
+    setup = _setup(q, k, v, g, code, feature, normalise, S is not None)
     with on_device(q):
         if learns(q, k, v, g, S, z):
-            o, S, z = _Outputs.apply(q, k, v, g, S, z, code, plan)
+            o, S, z = _Outputs.apply(q, k, v, g, S, z, code, setup)
         else:
-            o, final, _ = _attend(plan, q, k, v, g, S, z, code)
-            S, z = state_in(plan, final)
+            o, final, _ = _attend(setup, q, k, v, g, S, z, code)
+            S, z = state_in(setup, final)
     return o, LinearState(S, z)
 
 
-class Plan:
+class GatedSetup:
     """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
 
     def __init__(self, q, k, v, g, code, feature, normalise, given):
@@ -214,20 +213,15 @@ def warps(config: Config, channels: int) -> int:
     return config.warps if channels >= 128 else min(4, config.warps)
 
 
-PLANS: dict = {}
+SETUPS = launching.LaunchCache()
 
 
-def _plan(q, k, v, g, code, feature, normalise, given) -> Plan:
-    """One plan for inputs that Triton would treat alike."""
+def _setup(q, k, v, g, code, feature, normalise, given) -> GatedSetup:
+    """One setup for inputs that Triton would treat alike."""
     at = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v, g))
     coded = None if code is None else code.data_ptr() % 16
     key = q.shape, v.shape[-1], at, q.dtype, g.dtype, q.device, coded, feature, normalise, given
-    plan = PLANS.get(key)
-    if plan is None:
-        if len(PLANS) >= 1024:
-            PLANS.clear()
-        plan = PLANS[key] = Plan(q, k, v, g, code, feature, normalise, given)
-    return plan
+    return SETUPS.find(key, GatedSetup, q, k, v, g, code, feature, normalise, given)
 
 
 def span(n: int, rows: int) -> int:
@@ -235,19 +229,19 @@ def span(n: int, rows: int) -> int:
     return min(LONGEST, max(SHORTEST, power(over(n, max(1, over(PROGRAMS, rows))))))
 
 
-def _attend(plan, q, k, v, g, S, z, code):
+def _attend(setup, q, k, v, g, S, z, code):
     """The launches: o, the last state (as slots of Sᵀ and z), the workspaces."""
-    o = tokens(plan.like_q, q, plan.e)
-    work, keeps = launching.empty((sum(plan.sizes),), q), launching.empty((plan.kept,), q)
-    final = launching.empty((plan.B, plan.heads, plan.slot), q)
+    o = tokens(setup.like_q, q, setup.e)
+    work, keeps = launching.empty((sum(setup.sizes),), q), launching.empty((setup.kept,), q)
+    final = launching.empty((setup.B, setup.heads, setup.slot), q)
     if S is not None:
-        fill(plan, plan.slots(work), 0, S, z)
-    den, slots = work.split(plan.sizes)
+        fill(setup, setup.slots(work), 0, S, z)
+    den, slots = work.split(setup.sizes)
     runs = either(code, q)
-    plan.launch("states", None, (k, v, g, runs, slots, keeps), triton_forward.states, steps(k, v, g), "r")
-    plan.scan(slots, keeps, final, plan.given, False)
+    setup.launch("states", None, (k, v, g, runs, slots, keeps), triton_forward.states, steps(k, v, g), "r")
+    setup.scan(slots, keeps, final, setup.given, False)
     pointers = q, k, v, g, o, den, runs, slots
-    plan.launch("outputs", None, pointers, triton_forward.outputs, steps(q, k, v, g, o), "e", GIVEN=plan.given)
+    setup.launch("outputs", None, pointers, triton_forward.outputs, steps(q, k, v, g, o), "e", GIVEN=setup.given)
     return o, final, (work, keeps)
 
 
@@ -255,45 +249,45 @@ class _Outputs(torch.autograd.Function):
     """The launches joined: keeps q, k, v, o, the gates, den and the states of chunks."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, S, z, code, plan):
-        rehearse(_Outputs, ctx, plan.ready, q, k, v, g, S, z, code, plan)
-        o, final, kept = _attend(plan, q, k, v, g, S, z, code)
+    def forward(ctx, q, k, v, g, S, z, code, setup):
+        compile_both_passes(_Outputs, ctx, setup.ready, q, k, v, g, S, z, code, setup)
+        o, final, kept = _attend(setup, q, k, v, g, S, z, code)
         ctx.save_for_backward(q, k, v, g, o, code, *kept)
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        return (o, *state_in(plan, final))
+        ctx.setup = setup
+        return (o, *state_in(setup, final))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS, dz):
         q, k, v, g, o, code, work, keeps = ctx.saved_tensors
-        plan, given, gated = ctx.plan, dS is not None or dz is not None, ctx.needs_input_grad[3]
+        setup, given, gated = ctx.setup, dS is not None or dz is not None, ctx.needs_input_grad[3]
         do = torch.zeros_like(o) if do is None else packed(do)
         dq, dk, dv = (
-            tokens(plan.like_q, q, plan.r),
-            tokens(plan.like_k, k, plan.r),
-            tokens(plan.like_v, v, plan.e),
+            tokens(setup.like_q, q, setup.r),
+            tokens(setup.like_k, k, setup.r),
+            tokens(setup.like_v, v, setup.e),
         )
-        dg, gain = (tokens(plan.like_g, g, plan.r), launching.empty(q.shape, q)) if gated else (q, q)
-        room, first = launching.empty((sum(plan.sizes),), q), launching.empty((plan.B, plan.heads, plan.slot), q)
+        dg, gain = (tokens(setup.like_g, g, setup.r), launching.empty(q.shape, q)) if gated else (q, q)
+        room, first = launching.empty((sum(setup.sizes),), q), launching.empty((setup.B, setup.heads, setup.slot), q)
         if given:
-            fill(plan, plan.slots(room), plan.chunks, dS, dz)
-        (den, slots), (delta, back) = work.split(plan.sizes), room.split(plan.sizes)
+            fill(setup, setup.slots(room), setup.chunks, dS, dz)
+        (den, slots), (delta, back) = work.split(setup.sizes), room.split(setup.sizes)
         runs, key = either(code, q), (do.stride(), do.data_ptr() % 16, given, gated)
-        plan.launch(
+        setup.launch(
             *("adjoints", key, (q, g, o, do, den, delta, runs, back)),
             *(triton_backward.adjoints, steps(q, g, o, do), "r"),
         )
-        plan.scan(back, keeps, first, given, True)
-        plan.launch(
+        setup.scan(back, keeps, first, given, True)
+        setup.launch(
             *("queries", key, (q, k, v, g, do, den, delta, dq, gain, runs, slots)),
             *(triton_backward.queries, steps(q, k, v, g, do, dq), "r"),
-            GIVEN=plan.given,
+            GIVEN=setup.given,
             GATED=gated,
         )
-        narrow = max(plan.R, plan.E) <= plan.configs["keys"].split
+        narrow = max(setup.R, setup.E) <= setup.configs["keys"].split
         for splits, DK, DV in [("r", True, True)] if narrow else [("r", True, False), ("e", False, True)]:
-            plan.launch(
+            setup.launch(
                 *("keys", (*key, DK, DV), (q, k, v, g, do, den, delta, dk, dv, dg, gain, runs, slots, back)),
                 *(triton_backward.keys, steps(q, k, v, g, do, dk, dv, dg), splits),
                 GIVEN=given,
@@ -301,5 +295,5 @@ class _Outputs(torch.autograd.Function):
                 DK=DK,
                 DV=DV,
             )
-        dS, dz = state_in(plan, first) if plan.given else (None, None)
+        dS, dz = state_in(setup, first) if setup.given else (None, None)
         return dq, dk, dv, dg if gated else None, dS, dz, None, None

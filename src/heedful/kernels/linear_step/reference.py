@@ -34,15 +34,17 @@ def linear_step(
     q: Float[Tensor, "*#b 1 r"],
     k: Float[Tensor, "*#b 1 r"],
     v: Float[Tensor, "*#b 1 e"],
-    S: Float[Tensor, "*b r e"],
-    z: Float[Tensor, "*b r"] | None,
-    log_scale: Float[Tensor, "*b r"] | None,
+    S: Float[Tensor, "*#b r e"],
+    z: Float[Tensor, "*#b r"] | None,
+    log_scale: Float[Tensor, "*#b r"] | None,
     length: Int[Tensor, "*s"],
     *,
     feature: str = "identity",
     fade: Float[Tensor, "*#b #r"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The output of one token, and S, z and log_scale after it; z is None where nothing is normalised.
+
+    Queries that share keys and values share a state: it has the batch axes of k, v and fade, and may have fewer than q.
 
     length   counts the tokens before it: an empty state has no scale yet
     fade     log λ, what is left of the state: one number a head, or one for each of its rows

@@ -1,7 +1,8 @@
 """One token of linear attention in Triton: all heads of a layer in one launch.
 
-A program takes one head and a part of the columns of S, and walks its rows: it reads S once, writes it once, and keeps
-the output in registers. That moves 8 r (e + 1) bytes a head, which is the floor. The formulas are reference.py's.
+A program takes one query head and a part of the columns of S, and goes through its rows: it reads S once, writes it
+once, and keeps the output in registers. That moves 8 r (e + 1) bytes a head, and no program can move fewer. Query heads
+that share keys and values share S: each reads it, the first writes it. The formulas are reference.py's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from heedful.kernels.arithmetic import TINY
 from heedful.kernels.dispatch import on_device
-from heedful.kernels.launching import INTERPRETED, launch, over, power
+from heedful.kernels.launching import INTERPRETED, LaunchCache, launch, over, power
 from heedful.kernels.linear_step import reference
 from heedful.shapes import broadcast_shapes
 
-READY: dict = {}
+PROGRAMS = LaunchCache()
 
 
 def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:
@@ -52,17 +53,26 @@ def linear_step(
 
     Inputs are such that `objections` has none: the dispatcher has asked.
     """
-    batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], S.shape[:-2])
+    fades = () if fade is None else fade.shape[:-1]
+    own = broadcast_shapes(k.shape[:-2], v.shape[:-2], S.shape[:-2], length.shape, fades)
+    batch = broadcast_shapes(q.shape[:-2], own)
     r, e = S.shape[-2:]
+    group = prod(batch) // prod(own)
+    if not _shared_last(batch, own):  # rows that share a state lie apart: a state each, of which one is kept
+        k = k.expand(*batch, -1, -1)
+        out, S, z, log_scale = linear_step(q, k, v, S, z, log_scale, length, feature=feature, fade=fade)
+        z, log_scale = (None if x is None else _first_of_shared(x, len(batch), own) for x in (z, log_scale))
+        return out, _first_of_shared(S, len(batch), own), z, log_scale
 
-    def rows_of(x: Tensor, tail: int) -> Tensor:
+    def rows_of(x: Tensor, tail: int, lead: tuple[int, ...] = own) -> Tensor:
         """One row for each head, in memory of its own where heads share one: a reshape may leave a stride of 0."""
         shape = x.shape[x.ndim - tail :]
-        if x.is_contiguous() and x.shape[: x.ndim - tail] == batch:
+        if x.is_contiguous() and x.shape[: x.ndim - tail] == lead:
             return x
-        return x.expand(*batch, *shape).reshape(-1, *shape).contiguous()
+        return x.expand(*lead, *shape).reshape(-1, *shape).contiguous()
 
-    q, k, v, S = (rows_of(x, 2) for x in (q, k, v, S))
+    q = rows_of(q, 2, batch)
+    k, v, S = (rows_of(x, 2) for x in (k, v, S))
     z = None if z is None else rows_of(z, 1)
     if log_scale is not None:  # before the first token there is none
         log_scale = log_scale.masked_fill((length == 0)[..., None], -torch.inf)
@@ -73,26 +83,36 @@ def linear_step(
         fade = rows_of(fade.float(), 1)
     rows = prod(batch)
     out = torch.empty(*batch, 1, e, dtype=q.dtype, device=q.device)
-    S_new = torch.empty(*batch, r, e, dtype=S.dtype, device=S.device)
+    S_new = torch.empty(*own, r, e, dtype=S.dtype, device=S.device)
     z_new, scale_new = (
-        None if x is None else torch.empty(*batch, *x.shape[x.ndim - tail :], dtype=x.dtype, device=x.device)
+        None if x is None else torch.empty(*own, *x.shape[x.ndim - tail :], dtype=x.dtype, device=x.device)
         for x, tail in ((z, 1), (log_scale, 1))
     )
     R, E = (min(64, max(16, power(x))) for x in (r, e))
     given = (q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new)
     pointers = tuple(S if x is None else x for x in given)  # where there is none, one that is not looked at
     constants = dict(FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E)
+    constants["GROUP"] = group
     kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
-    if len(READY) >= 1024:
-        READY.clear()
+    programs = PROGRAMS.find((kinds, q.device, rows, r, e, *constants.values()), dict)
     with on_device(q):
-        launch(
-            READY,
-            (kinds, q.device, rows, r, e, *constants.values()),
-            pointers,
-            lambda: (_step, (rows, over(e, E)), (r, e), constants, {"num_warps": 4}),
-        )
+        launch(programs, None, pointers, lambda: (_step, (rows, over(e, E)), (r, e), constants, {"num_warps": 4}))
     return out, S_new, z_new, scale_new
+
+
+def _shared_last(batch: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether the rows of `batch` that share one of `own` follow each other: shared axes come after all others."""
+    aligned = (1,) * (len(batch) - len(own)) + tuple(own)
+    kinds = [size == mine for size, mine in zip(batch, aligned, strict=True) if size > 1]
+    return sorted(kinds, reverse=True) == kinds
+
+
+def _first_of_shared(x: Tensor, axes: int, own: tuple[int, ...]) -> Tensor:
+    """x, whose first axes are those of the batch, with the axes `own` instead: the first of what is shared."""
+    aligned = (1,) * (axes - len(own)) + tuple(own)
+    for axis, size in enumerate(aligned):
+        x = x.narrow(axis, 0, size)
+    return x.reshape(*own, *x.shape[axes:])
 
 
 @triton.jit
@@ -121,9 +141,12 @@ def _largest(q, k, before, r, R: tl.constexpr):
 def _step(
     q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new, r, e,
     FEATURE: tl.constexpr, NORMALISE: tl.constexpr, FADE: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    q += row * r
+    query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = query // GROUP  # GROUP queries share a state, which the first of them writes
+    first = query == row * GROUP
+    q += query * r
     k += row * r
     S += row * r * e
     S_new += row * r * e
@@ -150,7 +173,7 @@ def _step(
             scale = tl.maximum(before, y)
             x, y = tl.exp(tl.minimum(x + scale - top, 0.0)), tl.exp(y - scale)
             left *= tl.exp(before - scale)
-            if part == 0:
+            if first & (part == 0):
                 tl.store(scale_new + c, scale, mask=real)
         else:
             x, y = _phi(x, FEATURE), _phi(y, FEATURE)
@@ -160,16 +183,17 @@ def _step(
         where = c[:, None] * e + column[None, :]
         mask = real[:, None] & (column < e)[None, :]
         state = tl.load(S + where, mask=mask, other=0.0) * left[:, None] + y[:, None] * u[None, :]
-        tl.store(S_new + where, state, mask=mask)
+        if first:
+            tl.store(S_new + where, state, mask=mask)
         num += tl.sum(state * x[:, None], 0)
         if NORMALISE:
             sums = tl.load(z + row * r + c, mask=real, other=0.0) * left + y
             den += tl.sum(sums * x, 0)
-            if part == 0:
+            if first & (part == 0):
                 tl.store(z_new + row * r + c, sums, mask=real)
     if NORMALISE:
         some = tl.abs(den) >= TINY
         num = tl.where(some, num / tl.where(some, den, 1.0), 0.0)
     elif FEATURE == "exp":
         num = num * tl.exp(top)
-    tl.store(out + row * e + column, num, mask=column < e)
+    tl.store(out + query * e + column, num, mask=column < e)

@@ -15,10 +15,9 @@ from math import inf
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked.reference import Work, _add
+from heedful.kernels.blocked.reference import Work, add_at
 from heedful.kernels.blocked.tiles import pick
-from heedful.kernels.dispatch import as_given
-from heedful.kernels.uncompiled import uncompiled
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
@@ -105,7 +104,7 @@ class _Part(torch.autograd.Function):
             weights = tile.lower(work.scores(tile)) - below
             weights.exp_()
             if dv is not None:
-                _add(pick(dv, tile.batch), tile.cols, weights.mT @ here)
+                add_at(pick(dv, tile.batch), tile.cols, weights.mT @ here)
             if not (wants_q or wants_k):
                 continue
             ds = (here @ work.cols_of(2, tile).mT).add_(more).mul_(weights).mul_(work.scale)
@@ -113,7 +112,7 @@ class _Part(torch.autograd.Function):
                 target = pick(dq, tile.batch)[..., tile.rows, :]
                 target += (ds @ work.cols_of(1, tile)).sum_to_size(target.shape)
             if dk is not None:
-                _add(pick(dk, tile.batch), tile.cols, ds.mT @ work.rows_of(0, tile))
+                add_at(pick(dk, tile.batch), tile.cols, ds.mT @ work.rows_of(0, tile))
         grads = (
             None if g is None else g.reshape(x.shape).to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)
         )

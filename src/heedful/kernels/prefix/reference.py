@@ -74,9 +74,9 @@ def weighted_prefix_mean(
     if reverse:
         weights = weights.flip(-1)
         first = None if first is None else pad(first, (-1, 1), value=True).flip(-1)
-    plan = _plan(weights[..., : m - delay], first, wide)
-    plan = _mirrored(plan) if reverse else plan
-    return _PrefixMean.apply(x, plan, delay, reverse, False).to(v.dtype)
+    factors = _factors(weights[..., : m - delay], first, wide)
+    factors = _mirrored(factors) if reverse else factors
+    return _PrefixMean.apply(x, factors, delay, reverse, False).to(v.dtype)
 
 
 def weighted_mean(v: Float[Tensor, "*#b m e"], weights: Float[Tensor, "*#b m"]) -> Float[Tensor, "*b 1 e"]:
@@ -93,7 +93,7 @@ def weighted_mean(v: Float[Tensor, "*#b m e"], weights: Float[Tensor, "*#b m"]) 
         return (w.mT @ whole).sum(-3) + rest.mT @ part
 
 
-class Plan(NamedTuple):
+class BlockFactors(NamedTuple):
     """The weights of one level, blocks of c tokens (zeros beyond the last), and the level of whole blocks above it.
 
     inside   T, from a token to the later ones of its block
@@ -106,10 +106,10 @@ class Plan(NamedTuple):
     into: Float[Tensor, "*s blocks c 1"]
     leave: Float[Tensor, "*s blocks 1 c"]
     total: Float[Tensor, "*s m"]
-    above: Plan | None
+    above: BlockFactors | None
 
 
-def _plan(weights: Tensor, first: Tensor | None, wide: torch.dtype) -> Plan:
+def _factors(weights: Tensor, first: Tensor | None, wide: torch.dtype) -> BlockFactors:
     m = weights.shape[-1]
     c = min(BLOCK, m)
     blocks = -(-m // c)
@@ -125,11 +125,11 @@ def _plan(weights: Tensor, first: Tensor | None, wide: torch.dtype) -> Plan:
     into = torch.zeros_like(total)
     above = None
     if blocks > 1:
-        above = _plan(total[..., -1], None if first is None else run[..., -1] > 0, wide)
+        above = _factors(total[..., -1], None if first is None else run[..., -1] > 0, wide)
         into = pad(above.total, (1, -1))[..., None] * (run == 0)
     leave = _ratio(inside[..., -1:, :], total[..., -1:, None])
     total = total + into
-    return Plan(
+    return BlockFactors(
         _ratio(inside, total[..., None]).to(wide),
         _ratio(into, total)[..., None].to(wide),
         leave.to(wide),
@@ -142,25 +142,25 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     return part / torch.where(whole > 0, whole, 1)
 
 
-def _mirrored(plan: Plan) -> Plan:
+def _mirrored(factors: BlockFactors) -> BlockFactors:
     """The same for tokens in reverse order: the values need not be turned round."""
-    above = None if plan.above is None else _mirrored(plan.above)
-    inside, into, leave = plan.inside.flip(-3, -2, -1), plan.into.flip(-3, -2), plan.leave.flip(-3, -1)
-    return Plan(inside, into, leave, plan.total.flip(-1), above)
+    above = None if factors.above is None else _mirrored(factors.above)
+    inside, into, leave = factors.inside.flip(-3, -2, -1), factors.into.flip(-3, -2), factors.leave.flip(-3, -1)
+    return BlockFactors(inside, into, leave, factors.total.flip(-1), above)
 
 
 class _PrefixMean(torch.autograd.Function):
     """A linear map: its derivative is its transpose, and the other way round."""
 
     @staticmethod
-    def forward(ctx, x, plan, delay, reverse, transposed):
-        ctx.options = plan, delay, reverse, transposed
+    def forward(ctx, x, factors, delay, reverse, transposed):
+        ctx.options = factors, delay, reverse, transposed
         m = x.shape[-2]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         early, late = slice(0, m - delay), slice(delay, m)
         read, write = (late, early) if reverse != transposed else (early, late)
         with torch.autocast(x.device.type, enabled=False):
-            _run(x[..., read, :], plan, out[..., write, :], reverse, transposed)
+            _run(x[..., read, :], factors, out[..., write, :], reverse, transposed)
         if delay:
             rest, edge = (slice(m - delay, m), m - 1) if reverse else (slice(0, delay), 0)
             unused = slice(0, delay) if reverse else slice(m - delay, m)
@@ -173,13 +173,13 @@ class _PrefixMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        plan, delay, reverse, transposed = ctx.options
-        return _PrefixMean.apply(grad, plan, delay, reverse, not transposed), None, None, None, None
+        factors, delay, reverse, transposed = ctx.options
+        return _PrefixMean.apply(grad, factors, delay, reverse, not transposed), None, None, None, None
 
 
-def _run(x: Tensor, plan: Plan, out: Tensor, reverse: bool, transposed: bool) -> None:
+def _run(x: Tensor, factors: BlockFactors, out: Tensor, reverse: bool, transposed: bool) -> None:
     """out = T x + a·carry, or its transpose."""
-    inside, into, leave = plan.inside, plan.into, plan.leave
+    inside, into, leave = factors.inside, factors.into, factors.leave
     if transposed:
         inside, into, leave = inside.mT, leave.mT, into.mT
     whole, part = _blocks(x, inside.shape[-1], reverse)
@@ -189,7 +189,7 @@ def _run(x: Tensor, plan: Plan, out: Tensor, reverse: bool, transposed: bool) ->
     full = slice(-blocks if blocks else inside.shape[-3], None) if reverse else slice(0, blocks)
     odd, tokens = (0, slice(-rest, None)) if reverse else (-1, slice(0, rest))
     carry = None
-    if plan.above is not None:
+    if factors.above is not None:
         sums = [leave[..., full, :, :] @ whole]
         if rest:
             sums.insert(0 if reverse else 1, (leave[..., odd, :, tokens] @ part)[..., None, :, :])
@@ -198,7 +198,7 @@ def _run(x: Tensor, plan: Plan, out: Tensor, reverse: bool, transposed: bool) ->
         ahead = (1, -1) if reverse == transposed else (-1, 1)  # which way the carry goes, one block on
         if transposed:
             means = pad(means, (0, 0, *ahead))
-        _run(means, plan.above, carry, reverse, transposed)
+        _run(means, factors.above, carry, reverse, transposed)
         if not transposed:
             carry = pad(carry, (0, 0, *ahead))
         carry = carry[..., None, :]

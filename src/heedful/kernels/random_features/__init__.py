@@ -8,6 +8,6 @@ from heedful.kernels.random_features import groups, reference
 random_features = Kernel(
     "random_features",
     triton_backend("heedful.kernels.random_features.triton", "random_features"),
-    Backend("groups", groups.random_features, groups.objections),
+    Backend("cpu_groups", groups.random_features, groups.objections),
     Backend("torch", reference.random_features, reference.objections),
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heedful.kernels.chunked_linear import logs
-from heedful.kernels.chunked_linear.features import LOG2E, repeat
+from heedful.kernels.chunked_linear.features import LOG2E
 from heedful.kernels.chunked_linear.groups import (
     blocks_of,
     cut,
@@ -23,13 +23,13 @@ from heedful.kernels.chunked_linear.groups import (
     in_rows,
     inverse_of,
     put,
+    repeat,
     slabs,
     upstream,
 )
 from heedful.kernels.chunked_linear.logs import LOWEST
-from heedful.kernels.dispatch import as_given
+from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.random_features import reference
-from heedful.kernels.uncompiled import uncompiled
 
 
 def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:

@@ -14,7 +14,7 @@ from heedful.kernels import launching
 from heedful.kernels.chunked_linear.triton_rows import rows_of
 from heedful.kernels.launching import INTERPRETED, columns, over, precision
 from heedful.kernels.random_features import triton_forward
-from heedful.kernels.tensor_cache import kept
+from heedful.kernels.tensor_cache import cached
 
 
 class Config(NamedTuple):
@@ -62,7 +62,7 @@ def config(low: bool, widest: int) -> tuple[int, dict[str, Config]]:
     return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
 
 
-class Plan:
+class FeatureSetup:
     """What the launches for inputs of one kind share: sizes, constants, the compiled kernels."""
 
     def __init__(self, q, v, weight, curvature, causal, biased):
@@ -110,7 +110,7 @@ class Plan:
         return over(self.M, self.configs[name].features)
 
     def launch(self, name, kernel, blocks, rows, pointers, numbers, key=(), **constants):
-        """By the compiled kernel itself from the second time on; `key` is what the plan's own does not cover."""
+        """By the compiled kernel itself from the second time on; `key` is what the setup's own does not cover."""
 
         def describe():
             features, warps, stages = self.configs[name]
@@ -151,43 +151,38 @@ class Plan:
         return slots, sums
 
 
-PLANS: dict = {}
+SETUPS = launching.LaunchCache()
 
 
-def plan_for(q, k, v, key_bias, weight, curvature, causal) -> Plan:
-    """One plan for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
+def setup_for(q, k, v, key_bias, weight, curvature, causal) -> FeatureSetup:
+    """One setup for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
     tensors = [x for x in (q, k, v, key_bias) if x is not None]
     key: tuple = (q.shape, v.shape, weight.shape, q.dtype, q.device, curvature, causal, SPLIT, config)
     key += tuple(x.stride() for x in tensors) + tuple(x.data_ptr() % 16 == 0 for x in tensors)
-    plan = PLANS.get(key)
-    if plan is None:
-        if len(PLANS) >= 1024:
-            PLANS.clear()
-        plan = PLANS[key] = Plan(q, v, weight, curvature, causal, key_bias is not None)
-    return plan
+    return SETUPS.find(key, FeatureSetup, q, v, weight, curvature, causal, key_bias is not None)
 
 
 PADDED = WeakIdKeyDictionary()
 BIASES = WeakIdKeyDictionary()
 
 
-def padded(weight: Tensor, plan: Plan) -> Tensor:
+def padded(weight: Tensor, setup: FeatureSetup) -> Tensor:
     """W to base 2 as (heads, 2, D, M) operands: W rounded, and what the rounding left."""
 
     def make():
         wide = weight.detach().float() * log2(torch.e)
-        wide = torch.nn.functional.pad(wide, (0, plan.M - wide.shape[-1], 0, plan.D - wide.shape[-2]))
-        high = wide.to(plan.operand)
-        return torch.stack([high, (wide - high.float()).to(plan.operand)], 1)
+        wide = torch.nn.functional.pad(wide, (0, setup.M - wide.shape[-1], 0, setup.D - wide.shape[-2]))
+        high = wide.to(setup.operand)
+        return torch.stack([high, (wide - high.float()).to(setup.operand)], 1)
 
-    return kept(PADDED, (weight,), (plan.D, plan.M, plan.operand), make)
+    return cached(PADDED, (weight,), (setup.D, setup.M, setup.operand), make)
 
 
-def biases(bias: Tensor | None, weight: Tensor, plan: Plan) -> Tensor:
+def biases(bias: Tensor | None, weight: Tensor, setup: FeatureSetup) -> Tensor:
     """c to base 2, −∞ for the features beyond the last."""
 
     def make():
         own = weight.new_zeros(weight.shape[0], weight.shape[-1]) if bias is None else bias.detach()
-        return torch.nn.functional.pad(own.float() * log2(torch.e), (0, plan.M - own.shape[-1]), value=-torch.inf)
+        return torch.nn.functional.pad(own.float() * log2(torch.e), (0, setup.M - own.shape[-1]), value=-torch.inf)
 
-    return kept(BIASES, (weight if bias is None else bias,), (bias is None, plan.M), make)
+    return cached(BIASES, (weight if bias is None else bias,), (bias is None, setup.M), make)

@@ -38,7 +38,7 @@ from torch import Tensor
 from heedful.kernels import launching
 from heedful.kernels.dispatch import on_device
 from heedful.kernels.launching import INTERPRETED, over, packed, steps
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.random_features import launches, reference, triton_backward, triton_forward
 from heedful.kernels.state_slots import layout, tokens
 
@@ -98,76 +98,84 @@ class _Attention(torch.autograd.Function):
         q, k, v = packed(q), packed(k), packed(v)
         if key_bias is not None:
             key_bias = key_bias.float().contiguous()
-        plan = launches.plan_for(q, k, v, key_bias, query_weight, curvature, causal)
+        setup = launches.setup_for(q, k, v, key_bias, query_weight, curvature, causal)
         given = q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal
-        rehearse(_Attention, ctx, plan.ready, *given)
-        B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
-        Wq = launches.padded(query_weight, plan)
-        Wk = Wq if key_weight is query_weight else launches.padded(key_weight, plan)
-        c = launches.biases(bias, query_weight, plan)
+        compile_both_passes(_Attention, ctx, setup.ready, *given)
+        B, H, KV, n, m, d, e = setup.B, setup.H, setup.KV, setup.n, setup.m, setup.d, setup.e
+        Wq = launches.padded(query_weight, setup)
+        Wk = Wq if key_weight is query_weight else launches.padded(key_weight, setup)
+        c = launches.biases(bias, query_weight, setup)
         o = tokens(layout(q, H), q, e)
         peaks_q, den = launching.empty((2, B, H, n), q)
         peaks, tops, climbs = launching.empty((3, B, KV, m), q)
-        maxima, levels = launching.empty((B, KV, plan.blocks_k), q), launching.empty((B, KV, plan.blocks_k + 1), q)
+        maxima, levels = launching.empty((B, KV, setup.blocks_k), q), launching.empty((B, KV, setup.blocks_k + 1), q)
         pointers: tuple[Tensor, ...] = q, q, Wq, c, peaks_q, q, q, q
-        numbers: tuple = *steps(q), plan.half, n, d
-        plan.launch(
-            "peaks", triton_forward.peaks, plan.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False
+        numbers: tuple = *steps(q), setup.half, n, d
+        setup.launch(
+            "peaks", triton_forward.peaks, setup.blocks_q, H, pointers, numbers, HEADS=H, KEYS=False, BIASED=False
         )
         pointers = k, q if key_bias is None else key_bias, Wk, c, peaks, tops, climbs, maxima
-        numbers = *steps(k), plan.half, m, d
-        plan.launch(
-            "peaks", triton_forward.peaks, plan.blocks_k, KV, pointers, numbers, HEADS=KV, KEYS=True, BIASED=plan.biased
+        numbers = *steps(k), setup.half, m, d
+        setup.launch(
+            "peaks",
+            triton_forward.peaks,
+            setup.blocks_k,
+            KV,
+            pointers,
+            numbers,
+            HEADS=KV,
+            KEYS=True,
+            BIASED=setup.biased,
         )
-        plan.find_levels(maxima, levels)
-        span = plan.span("states", m, KV)
+        setup.find_levels(maxima, levels)
+        span = setup.span("states", m, KV)
         chunks = over(m, span)
-        slots, sums = plan.room(KV, chunks, q, plan.operand)
+        slots, sums = setup.room(KV, chunks, q, setup.operand)
         pointers, numbers = (k, v, Wk, c, peaks, tops, levels, slots, sums), (*steps(k, v), m, span, chunks, d, e)
-        plan.launch("states", triton_forward.states, chunks, KV, pointers, numbers)
-        slots, sums = plan.join(KV, slots, sums, levels, False)
+        setup.launch("states", triton_forward.states, chunks, KV, pointers, numbers)
+        slots, sums = setup.join(KV, slots, sums, levels, False)
         pointers = q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums
-        plan.launch("outputs", triton_forward.outputs, plan.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
-        lse, flags = plan.rows.workspace(q)
-        plan.rows.outputs(q, k, v, o, (Wq, Wk, c, peaks, tops), q, den, lse, flags)
+        setup.launch("outputs", triton_forward.outputs, setup.blocks_q, H, pointers, (*steps(q, k, v, o), n, d, e))
+        lse, flags = setup.rows.workspace(q)
+        setup.rows.outputs(q, k, v, o, (Wq, Wk, c, peaks, tops), q, den, lse, flags)
         known = peaks_q, den, peaks, tops, climbs, levels, slots, sums, lse, flags
         ctx.save_for_backward(q, k, v, o, Wq, Wk, c, *known)
-        ctx.plan = plan
+        ctx.setup = setup
         return o
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, Wq, Wk, c, peaks_q, den, peaks, tops, climbs, levels, slots, sums, lse, flags = ctx.saved_tensors
-        plan, do = ctx.plan, packed(do)
-        B, H, KV, n, m, d, e = plan.B, plan.H, plan.KV, plan.n, plan.m, plan.d, plan.e
+        setup, do = ctx.setup, packed(do)
+        B, H, KV, n, m, d, e = setup.B, setup.H, setup.KV, setup.n, setup.m, setup.d, setup.e
         key = do.dtype, do.stride(), do.data_ptr() % 16 == 0
         kind = q.dtype if H == KV else torch.float32  # the query heads that share a key head are summed below
         dq = tokens(layout(q, H), q, d)
         dk, dv = tokens(layout(k, H), k, d, kind), tokens(layout(v, H), v, e, kind)
         delta = launching.empty((B, H, n), q)
-        shares = launching.empty((B, H, m), q) if plan.biased else delta
-        span = plan.span("adjoints", n, H)
+        shares = launching.empty((B, H, m), q) if setup.biased else delta
+        span = setup.span("adjoints", n, H)
         chunks = over(n, span)
-        back, after = plan.room(H, chunks, q, torch.float32)
+        back, after = setup.room(H, chunks, q, torch.float32)
         pointers: tuple[Tensor, ...] = q, o, do, Wq, c, peaks_q, den, delta, climbs, levels, back, after
-        plan.launch(
+        setup.launch(
             "adjoints", triton_backward.adjoints, chunks, H, pointers, (*steps(q, o, do), n, span, chunks, d, e), key
         )
-        back, after = plan.join(H, back, after, levels, True)
+        back, after = setup.join(H, back, after, levels, True)
         pointers = q, k, v, do, dq, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, slots, sums
-        plan.launch(
-            "queries", triton_backward.queries, plan.blocks_q, H, pointers, (*steps(q, k, v, do, dq), n, d, e), key
+        setup.launch(
+            "queries", triton_backward.queries, setup.blocks_q, H, pointers, (*steps(q, k, v, do, dq), n, d, e), key
         )
         pointers = q, k, v, do, dk, dv, Wq, Wk, c, peaks_q, den, delta, peaks, tops, climbs, levels, back, after, shares
-        numbers = *steps(q, k, v, do, dk, dv), plan.half, m, d, e
+        numbers = *steps(q, k, v, do, dk, dv), setup.half, m, d, e
         for name in ("dk", "dv"):
-            own = dict(BIASED=plan.biased, DK=name == "dk", DV=name == "dv")
-            plan.launch(name, triton_backward.keys, plan.blocks_k, H, pointers, numbers, key, **own)
+            own = dict(BIASED=setup.biased, DK=name == "dk", DV=name == "dv")
+            setup.launch(name, triton_backward.keys, setup.blocks_k, H, pointers, numbers, key, **own)
         made = Wq, Wk, c, peaks, tops
-        plan.rows.gradients(q, k, v, o, do, dq, dk, dv, made, q, den, lse, flags, shares, plan.half, key)
+        setup.rows.gradients(q, k, v, o, do, dq, dk, dv, made, q, den, lse, flags, shares, setup.half, key)
         if H > KV:
             dk, dv = (x.unflatten(1, (KV, -1)).sum(2).to(q.dtype) for x in (dk, dv))
         dbias = None
-        if plan.biased:
+        if setup.biased:
             dbias = shares if H == KV else shares.unflatten(1, (KV, -1)).sum(2)
         return dq, dk, dv, dbias, None, None, None, None, None

@@ -16,12 +16,11 @@ from math import inf, log
 
 import torch
 
-from heedful.kernels.dispatch import on_device
+from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.row_statistics.sums import Request, RowSums, with_sink
 from heedful.kernels.softmax import fused, launches
 from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
@@ -131,7 +130,7 @@ def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, lev
     if columns is not None:
         # The columns may need all of float32, which weights rounded to bfloat16 would spoil.
         job = launches.job(q.float(), k.float(), columns.float(), where, scale, cap)
-        dot = job.plan.as_given(launches.attend(job)[0], columns.shape[-1])
+        dot = job.setup.as_given(launches.attend(job)[0], columns.shape[-1])
         out.band_dot[..., index, :] = dot * share[..., None]
 
 

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.dispatch import as_given, on_device
-from heedful.kernels.parallel_compile import rehearse
+from heedful.kernels.dispatch import as_given, on_device, uncompiled
+from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.lists import MOST_PAIRS, Lists, lists
 from heedful.kernels.softmax.reach import Intervals, Reach, are_runs, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
@@ -67,8 +66,9 @@ def log_sum_exp(
 ) -> Tensor:
     """log₂ Σ_j exp(s_j) over the visible keys and the sink, (*batch, n); +∞ where there are none."""
     with on_device(q):
+        k = _apart_like(segments, k)
         job = _job(q, k, k, rows, pattern, segments, scale)
-        return launches.log_sum_exp(job).reshape(*job.plan.batch, -1)
+        return launches.log_sum_exp(job).reshape(*job.setup.batch, -1)
 
 
 @uncompiled
@@ -85,7 +85,7 @@ def forward_with_lse(
         job = _job(q, k, v, PLAIN, pattern, segments, scale)
         o, lse = launches.attend(job)
     natural = lse.masked_fill_(lse == inf, -inf).mul_(log(2))
-    return job.plan.as_given(o, v.shape[-1]), natural.reshape(*job.plan.batch, -1)
+    return job.setup.as_given(o, v.shape[-1]), natural.reshape(*job.setup.batch, -1)
 
 
 @uncompiled
@@ -108,7 +108,7 @@ def backward_from(
     """
     with on_device(q):
         job = _job(q, k, v, PLAIN, pattern, segments, scale)
-        level = lse.float().mul(LOG2E).masked_fill_(lse == -inf, inf).expand(*job.plan.batch, -1).contiguous()
+        level = lse.float().mul(LOG2E).masked_fill_(lse == -inf, inf).expand(*job.setup.batch, -1).contiguous()
         o, do = (launches.queries_like(job, x.to(q.dtype)) for x in (o, do))
         grads = launches.gradients(job, o, level, do)
     return _shaped(job, grads, q, k, v)
@@ -131,8 +131,9 @@ def row_statistics(
 ) -> RowStatistics:
     """What one pass over q and k tells about the rows; a sink takes no part."""
     with on_device(q):
+        k = _apart_like(segments, k)
         job = _job(q, k, k, SoftmaxRows(softcap=rows.softcap), pattern, segments, scale)
-        return RowStatistics(*(x.reshape(*job.plan.batch, -1) for x in launches.statistics(job)))
+        return RowStatistics(*(x.reshape(*job.setup.batch, -1) for x in launches.statistics(job)))
 
 
 def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale, *, memory=None) -> list[str]:
@@ -218,6 +219,12 @@ def _job(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> Job:
     return launches.job(q, k, v, where, scale, rows.softcap, sink)
 
 
+def _apart_like(segments: Segments | None, k: Tensor) -> Tensor:
+    """k with the batch axes of the segments too: along those no head shares its keys with another."""
+    parts = () if segments is None else segments if isinstance(segments, tuple) else (segments,)
+    return k.expand(*broadcast_shapes(k.shape[:-2], *(x.shape[:-1] for x in parts)), *k.shape[-2:])
+
+
 def _are_intervals(pattern: Pattern, segments: Segments | None) -> bool:
     return Reach.of(pattern) is not None and (segments is None or are_runs(segments))
 
@@ -235,9 +242,9 @@ def _where(q, k, v, pattern: Pattern, segments: Segments | None) -> Intervals | 
 
 def _shaped(job: Job, grads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with the axes and widths of the inputs."""
-    plan = job.plan
-    keys = *plan.lead, *(1,) * plan.shared
-    batches = plan.batch, keys, keys
+    setup = job.setup
+    keys = *setup.lead, *(1,) * setup.shared
+    batches = setup.batch, keys, keys
     dq, dk, dv = (_sized(x, batch, y) for x, batch, y in zip(grads[:3], batches, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -253,19 +260,19 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, rows, pattern, segments, scale):
         job = _job(q, k, v, rows, pattern, segments, scale)
-        rehearse(_Attend, ctx, job.plan.ready, q, k, v, sink, rows, pattern, segments, scale)
+        compile_both_passes(_Attend, ctx, job.setup.ready, q, k, v, sink, rows, pattern, segments, scale)
         o, lse = launches.attend(job)
         ctx.save_for_backward(q, k, v, sink, o, lse)
-        ctx.rest = job.plan, job.tables, job.sink, rows.temperature
-        return job.plan.as_given(o, v.shape[-1])
+        ctx.rest = job.setup, job.tables, job.sink, rows.temperature
+        return job.setup.as_given(o, v.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, sink, o, lse = ctx.saved_tensors
-        plan, tables, level, temperature = ctx.rest
-        x, y, z = launches.heads(q, k, v)[:3] if plan.copies else (q, k, v)
-        job = Job(plan, x, y, z, tables, level)
+        setup, tables, level, temperature = ctx.rest
+        x, y, z = launches.heads(q, k, v)[:3] if setup.copies else (q, k, v)
+        job = Job(setup, x, y, z, tables, level)
         with as_given(q), on_device(q):
             do = launches.queries_like(job, do.to(o.dtype))
             grads = launches.gradients(job, o, lse, do)
@@ -273,5 +280,5 @@ class _Attend(torch.autograd.Function):
         if sink is not None and ctx.needs_input_grad[3]:
             # the sink's weight times what a value of 0 there would change: p (0 − δ)
             share = torch.exp2(level.reshape(lse.shape[:3])[..., None] - lse) * grads[3]
-            dsink = -share.sum(-1).reshape(plan.batch).sum_to_size(sink.shape).to(sink.dtype) / temperature
+            dsink = -share.sum(-1).reshape(setup.batch).sum_to_size(sink.shape).to(sink.dtype) / temperature
         return *_shaped(job, grads, q, k, v), dsink, None, None, None, None

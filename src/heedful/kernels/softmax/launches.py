@@ -158,7 +158,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
 
 
-class Plan:
+class SoftmaxSetup:
     """What calls with inputs of one kind share: sizes, strides, constants, compiled programs."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, where: Intervals | Lists, scale: float, cap: float | None):
@@ -265,8 +265,8 @@ class Tables(NamedTuple):
     by_key: tuple[Tensor, Tensor, Tensor]
 
 
-def _tables(plan: Plan, where: Intervals | Lists) -> Tables:
-    rows, keys = plan.tables(where) if where.segmented else (where.rows, where.keys)
+def _tables(setup: SoftmaxSetup, where: Intervals | Lists) -> Tables:
+    rows, keys = setup.tables(where) if where.segmented else (where.rows, where.keys)
     if isinstance(where, Intervals):
         return Tables((rows, keys, rows), (rows, keys, rows))  # without words
     tokens, words = where.of_keys
@@ -274,9 +274,9 @@ def _tables(plan: Plan, where: Intervals | Lists) -> Tables:
 
 
 class Job(NamedTuple):
-    """One call: its plan, and what the kernels read."""
+    """One call: its setup, and what the kernels read."""
 
-    plan: Plan
+    setup: SoftmaxSetup
     q: Tensor
     k: Tensor
     v: Tensor
@@ -284,7 +284,7 @@ class Job(NamedTuple):
     sink: Tensor | None = None  # (B, G, P), base 2
 
 
-PLANS: dict[tuple, Plan] = {}
+SETUPS = launching.LaunchCache()
 
 
 def job(
@@ -296,33 +296,29 @@ def job(
     cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Job:
-    """The call, with the plan for inputs that Triton would treat alike."""
+    """The call, with the setup for inputs that Triton would treat alike."""
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device),
         *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
         *(where.kind, scale, cap),
     )
-    plan = PLANS.get(key)
-    if plan is None:
-        if len(PLANS) >= 1024:
-            PLANS.clear()
-        plan = PLANS[key] = Plan(q, k, v, where, scale, cap)
-    if plan.copies:
+    setup: SoftmaxSetup = SETUPS.find(key, SoftmaxSetup, q, k, v, where, scale, cap)
+    if setup.copies:
         q, k, v = heads(q, k, v)[:3]
     if sink is not None:
-        sink = (sink.float() * LOG2E).expand(plan.batch).contiguous()
-    return Job(plan, q, k, v, _tables(plan, where), sink)
+        sink = (sink.float() * LOG2E).expand(setup.batch).contiguous()
+    return Job(setup, q, k, v, _tables(setup, where), sink)
 
 
 def queries_like(job: Job, x: Tensor) -> Tensor:
     """(B, G, P, n, ·) of a tensor with the batch axes of the inputs."""
-    return _by_key_head(aligned(x), job.plan.batch, job.plan.shared)
+    return _by_key_head(aligned(x), job.setup.batch, job.setup.shared)
 
 
 def attend(job: Job) -> tuple[Tensor, Tensor]:
     """o (B, G, P, n, e) and lse (B, G, P, n) in base 2."""
-    plan = job.plan
-    o = _ordered((plan.B, plan.G, plan.P, plan.n, plan.e), plan.orders[0], job.q)
+    setup = job.setup
+    o = _ordered((setup.B, setup.G, setup.P, setup.n, setup.e), setup.orders[0], job.q)
     return o, _attend_all(job, o)
 
 
@@ -332,117 +328,117 @@ def log_sum_exp(job: Job) -> Tensor:
 
 
 def _attend_all(job: Job, o: Tensor | None) -> Tensor:
-    plan, first = job.plan, job.plan.first_rows
-    lse = launching.empty((plan.B, plan.G, plan.P, plan.n), job.q)
-    if first < plan.n:
-        attend_rows(job, o, lse, first, plan.n, 1, plan.sinks)
+    setup, first = job.setup, job.setup.first_rows
+    lse = launching.empty((setup.B, setup.G, setup.P, setup.n), job.q)
+    if first < setup.n:
+        attend_rows(job, o, lse, first, setup.n, 1, setup.sinks)
     if first:
-        parts = plan.parts(plan.heads, first, plan.m, "attend")
-        shape = (parts, plan.B, plan.G, plan.P, first)
+        parts = setup.parts(setup.heads, first, setup.m, "attend")
+        shape = (parts, setup.B, setup.G, setup.P, first)
         some_lse = launching.empty(shape, job.q)
-        some = None if o is None else launching.empty((*shape, plan.e), job.q)
+        some = None if o is None else launching.empty((*shape, setup.e), job.q)
         attend_rows(job, some, some_lse, 0, first, parts, 0)
         _merge(job, o, lse, some, some_lse)
     return lse
 
 
 def attend_rows(job: Job, o: Tensor | None, lse: Tensor, skip: int, stop: int, parts: int, prefix: int) -> None:
-    plan, sink = job.plan, job.sink
+    setup, sink = job.setup, job.sink
     pointers = (job.q, job.k, job.v, lse if o is None else o, lse, lse if sink is None else sink, *job.tables.by_query)
-    plan.launch(
+    setup.launch(
         *("attend", triton_forward.attend, (o is None, sink is None), pointers),
         lambda: (0,) * 5 if o is None else (*_strides(o)[-4:], o.stride(0) if o.ndim == 6 else 0),
-        *((), plan.heads, skip, stop, parts, prefix),
+        *((), setup.heads, skip, stop, parts, prefix),
         VALUES=o is not None,
         SINK=sink is not None,
     )
 
 
 def _merge(job: Job, o: Tensor | None, lse: Tensor, some: Tensor | None, some_lse: Tensor) -> None:
-    plan, parts, first = job.plan, len(some_lse), some_lse.shape[-1]
+    setup, parts, first = job.setup, len(some_lse), some_lse.shape[-1]
 
     def describe():
         steps = (0,) * 4 if o is None else _strides(o)
-        numbers = (*steps, plan.n, first, plan.heads, parts, plan.e, plan.G, plan.P)
-        grid = plan.heads * first, over(plan.e, plan.E)
-        constants = dict(PARTS=power(max(2, parts)), E=plan.E, VALUES=o is not None, BLOCK=plan.block)
+        numbers = (*steps, setup.n, first, setup.heads, parts, setup.e, setup.G, setup.P)
+        grid = setup.heads * first, over(setup.e, setup.E)
+        constants = dict(PARTS=power(max(2, parts)), E=setup.E, VALUES=o is not None, BLOCK=setup.block)
         return triton_rows.merge, grid, numbers, constants, dict(num_warps=4)
 
     pointers = (lse if o is None else o, lse, some_lse if some is None else some, some_lse, job.tables.by_query[0])
-    launching.launch(plan.ready, ("merge", o is None), pointers, describe)
+    launching.launch(setup.ready, ("merge", o is None), pointers, describe)
 
 
 def gradients(job: Job, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq (B, G, P, n, d), dk (B, G, m, d), dv (B, G, m, e) and δ (B, G, P, n)."""
-    plan, like = job.plan, job.q
-    shape = plan.B, plan.G
-    dq = _ordered((*shape, plan.P, plan.n, plan.d), plan.orders[0], like)
-    dk = _ordered((*shape, plan.m, plan.d), plan.orders[1], like)
-    dv = _ordered((*shape, plan.m, plan.e), plan.orders[2], like)
+    setup, like = job.setup, job.q
+    shape = setup.B, setup.G
+    dq = _ordered((*shape, setup.P, setup.n, setup.d), setup.orders[0], like)
+    dk = _ordered((*shape, setup.m, setup.d), setup.orders[1], like)
+    dv = _ordered((*shape, setup.m, setup.e), setup.orders[2], like)
     delta = launching.empty(lse.shape, like)
-    first = plan.first_rows
-    if first < plan.n:
-        query_rows(job, o, lse, do, delta, dq, first, plan.n, 1, plan.sinks)
+    first = setup.first_rows
+    if first < setup.n:
+        query_rows(job, o, lse, do, delta, dq, first, setup.n, 1, setup.sinks)
     if first:
-        parts = plan.parts(plan.heads, first, plan.m, "queries")
-        some = launching.empty((parts, *dq.shape[:3], first, plan.d), like)
+        parts = setup.parts(setup.heads, first, setup.m, "queries")
+        some = launching.empty((parts, *dq.shape[:3], first, setup.d), like)
         query_rows(job, o, lse, do, delta, some, 0, first, parts, 0)
-        _add_up(plan, "dq", dq, some, job.tables.by_query[0])
+        _add_up(setup, "dq", dq, some, job.tables.by_query[0])
     _all_keys(job, lse, do, delta, dk, dv)
     return dq, dk, dv, delta
 
 
 def query_rows(job: Job, o, lse, do, delta, dq, skip, stop, parts, prefix) -> None:
-    plan = job.plan
+    setup = job.setup
     pointers = (job.q, job.k, job.v, o, do, lse, delta, dq, *job.tables.by_query)
-    plan.launch(
+    setup.launch(
         *("queries", triton_backward.queries, (o.stride(), do.stride()), pointers),
         lambda: (*_strides(o), *_strides(do), *_strides(dq)[-4:], dq.stride(0) if dq.ndim == 6 else 0),
-        *((plan.scale,), plan.heads, skip, stop, parts, prefix),
+        *((setup.scale,), setup.heads, skip, stop, parts, prefix),
     )
 
 
 def adjoint(job: Job, lse: Tensor, y: Tensor) -> Tensor:
     """Aᵀ y (B, G, m, e), summed over the heads that share keys."""
-    plan = job.plan
-    out = launching.empty((plan.B, plan.G, plan.m, plan.e), y, y.dtype)
+    setup = job.setup
+    out = launching.empty((setup.B, setup.G, setup.m, setup.e), y, y.dtype)
     _all_keys(job, lse, y, None, None, out)
     return out
 
 
 def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tensor | None, dv: Tensor) -> None:
-    plan, first = job.plan, job.plan.first_keys
-    if first < plan.m:
-        key_rows(job, lse, do, delta, dk, dv, first, plan.m, 1, plan.global_rows)
+    setup, first = job.setup, job.setup.first_keys
+    if first < setup.m:
+        key_rows(job, lse, do, delta, dk, dv, first, setup.m, 1, setup.global_rows)
     if first:
-        parts = plan.parts(plan.B * plan.G, first, plan.n, "adjoint" if dk is None else "keys")
-        shape = (parts, plan.B, plan.G, first)
-        some_v = launching.empty((*shape, plan.e), dv)
-        some_k = None if dk is None else launching.empty((*shape, plan.d), dv)
+        parts = setup.parts(setup.B * setup.G, first, setup.n, "adjoint" if dk is None else "keys")
+        shape = (parts, setup.B, setup.G, first)
+        some_v = launching.empty((*shape, setup.e), dv)
+        some_k = None if dk is None else launching.empty((*shape, setup.d), dv)
         key_rows(job, lse, do, delta, some_k, some_v, 0, first, parts, 0)
-        _add_up(plan, "dv", dv, some_v, job.tables.by_key[1])
+        _add_up(setup, "dv", dv, some_v, job.tables.by_key[1])
         if dk is not None and some_k is not None:
-            _add_up(plan, "dk", dk, some_k, job.tables.by_key[1])
+            _add_up(setup, "dk", dk, some_k, job.tables.by_key[1])
 
 
-def _add_up(plan: Plan, name: str, x: Tensor, some: Tensor, table: Tensor) -> None:
+def _add_up(setup: SoftmaxSetup, name: str, x: Tensor, some: Tensor, table: Tensor) -> None:
     """The first rows of x, (*heads, tokens, width), from their parts."""
     parts, first, width = len(some), *some.shape[-2:]
 
     def describe():
-        steps, shared = _strides(x), plan.P
+        steps, shared = _strides(x), setup.P
         if x.ndim == 4:  # of keys
             steps, shared = (*steps[:2], 0, steps[2]), 1
         count, W = prod(x.shape[:-2]), tile_width(width)
-        numbers = (*steps, first, count, parts, width, plan.G, shared)
-        constants = dict(PARTS=power(max(2, parts)), W=W, BLOCK=plan.block)
+        numbers = (*steps, first, count, parts, width, setup.G, shared)
+        constants = dict(PARTS=power(max(2, parts)), W=W, BLOCK=setup.block)
         return triton_rows.add_up, (count * first, over(width, W)), numbers, constants, dict(num_warps=4)
 
-    launching.launch(plan.ready, ("add up", name, x.stride(), parts), (x, some, table), describe)
+    launching.launch(setup.ready, ("add up", name, x.stride(), parts), (x, some, table), describe)
 
 
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
-    plan, alone = job.plan, dk is None
+    setup, alone = job.setup, dk is None
     if alone:
         dk, delta = dv, lse  # not touched
     pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, *job.tables.by_key)
@@ -451,28 +447,38 @@ def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> Non
         ends = ((*_strides(x)[-3:], x.stride(0) if x.ndim == 5 else 0) for x in (dk, dv))
         return *_strides(do), *(step for end in ends for step in end)
 
-    plan.launch(
+    setup.launch(
         *("adjoint" if alone else "keys", triton_backward.keys, (do.stride(),), pointers, steps),
-        *((plan.scale,), plan.B * plan.G, skip, stop, parts, prefix),
+        *((setup.scale,), setup.B * setup.G, skip, stop, parts, prefix),
         DK=not alone,
     )
 
 
 def statistics(job: Job) -> tuple[Tensor, ...]:
     """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n); a sink takes no part."""
-    plan, config = job.plan, job.plan.configs["statistics"]
-    shape = (plan.B, plan.G, plan.P, plan.n)
+    setup, config = job.setup, job.setup.configs["statistics"]
+    shape = (setup.B, setup.G, setup.P, setup.n)
     found = tuple(launching.empty(shape, job.q) for _ in range(4))
     places = launching.empty(shape, job.q, torch.int32)
 
     def describe():
-        blocks = over(plan.n, config.rows)
-        numbers = (*plan.strides[:7], *plan.tables_at[0], plan.n, plan.m, plan.d, blocks, *plan.scales, plan.G, plan.P)
-        constants = {x: plan.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION", "CAPPED")}
-        constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=prefix_of(plan.sinks, config))
+        blocks = over(setup.n, config.rows)
+        numbers = (
+            *setup.strides[:7],
+            *setup.tables_at[0],
+            setup.n,
+            setup.m,
+            setup.d,
+            blocks,
+            *setup.scales,
+            setup.G,
+            setup.P,
+        )
+        constants = {x: setup.constants[x] for x in ("D", "SEGMENTS", "EVEN_D", "OPERAND", "PRECISION", "CAPPED")}
+        constants |= dict(ROWS=config.rows, TILE=config.tile, PREFIX=prefix_of(setup.sinks, config))
         options = dict(num_warps=config.warps, num_stages=config.stages)
-        return triton_rows.statistics, (blocks * plan.heads,), numbers, constants, options
+        return triton_rows.statistics, (blocks * setup.heads,), numbers, constants, options
 
     pointers = (job.q, job.k, *found, places, *job.tables.by_query[:2])
-    launching.launch(plan.ready, "statistics", pointers, describe)
+    launching.launch(setup.ready, "statistics", pointers, describe)
     return *found, places

@@ -64,7 +64,7 @@ class Lists:
 
     @property
     def kind(self) -> tuple:
-        """All that a plan takes from it."""
+        """All that a `SoftmaxSetup` takes from it."""
         return "lists", self.rows.shape, self.keys.shape, self.first_rows, self.first_keys, self.segmented
 
 

@@ -16,13 +16,12 @@ import torch
 import triton.language as tl
 
 from heedful.kernels import launching
-from heedful.kernels.dispatch import on_device
+from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.launching import INTERPRETED, over, power
 from heedful.kernels.softmax import fused, launches, triton_products
 from heedful.kernels.softmax.launches import LOG2E, NARROWEST, PARTS, PROGRAMS, Config, aligned
 from heedful.kernels.softmax.reach import Intervals, Reach, intervals
 from heedful.kernels.softmax.rows import SoftmaxRows
-from heedful.kernels.uncompiled import uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
@@ -134,7 +133,7 @@ def objections(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
     )
 
 
-READY: dict[tuple, dict] = {}  # compiled launches, by all that Triton looks at in q, k and the intervals
+READY = launching.LaunchCache()  # compiled launches, by all that Triton looks at in q, k and the intervals
 
 
 class Walks:
@@ -159,9 +158,7 @@ class Walks:
         )
         kinds = ((x.x.shape, x.x.stride(), x.table.stride(), *x[3:]) for x in (self.queries, self.keys))
         key = *kinds, q.dtype, q.device, where.segmented, *self.scales, rows.softcap is None
-        if len(READY) >= 1024:
-            READY.clear()
-        self.ready = READY.setdefault(key, {})
+        self.ready = READY.find(key, dict)
         self._ways: dict[tuple[bool, int], Way] = {}
         self._rooms: dict[tuple[bool, int, int], Room] = {}
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from heedful.patterns import Blocks, Causal, Full, Global, Pattern, Window, _And, _Or
+from heedful.patterns import And, Blocks, Causal, Full, Global, Or, Pattern, Window
 from heedful.segments import Segments, resolve
 from heedful.shapes import Int, Tensor, broadcast_shapes
 
@@ -65,9 +65,9 @@ def _numbers(pattern: Pattern) -> Reach | None:
             return Reach(block=size)
         case Global(indices) if indices == tuple(range(len(indices))):
             return Reach(-1, -1, sinks=len(indices), heads=len(indices))
-        case _And(left, right):
+        case And(left, right):
             return _both(_numbers(left), _numbers(right))
-        case _Or(left, right):
+        case Or(left, right):
             return _either(_numbers(left), _numbers(right))
     return None
 
@@ -139,7 +139,7 @@ class Intervals:
 
     @property
     def kind(self) -> tuple:
-        """All that a plan takes from it."""
+        """All that a `SoftmaxSetup` takes from it."""
         return self.reach, self.rows.shape, self.first_rows, self.first_keys, self.segmented
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from heedful.kernels.blocked.tiles import Tile, pick, with_axes
+from heedful.patterns import Pattern
 from heedful.shapes import Tensor
 
 
@@ -73,6 +74,17 @@ class SoftmaxRows:
 
     def pull_back(self, weights, grad, dot):
         return None if self.softcap is not None else grad.sub_(dot).mul_(weights)
+
+
+def kind(q, k, v, rows: SoftmaxRows, pattern: Pattern, segments, scale: float, *, memory=None) -> tuple | None:
+    """What the choice of a softmax backend depends on; None where it depends on values: of segments, or of a bias."""
+    if segments is not None or rows.bias is not None:
+        return None
+    sink = rows.sink
+    return (
+        *(q.shape, k.shape, v.shape, q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad),
+        *(pattern, scale > 0, rows.bias_function is None, rows.softcap is None, None if sink is None else sink.shape),
+    )
 
 
 def _axes(scores: Tensor, tile: Tile) -> int:

@@ -7,7 +7,6 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from heedful.kernels.dispatch import asked_for, out_of_reach
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
@@ -72,29 +71,21 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
         why.append(f"on a CPU it turns NaN into zeros where there are fewer than {HONEST} keys")
     if q.device.type == "cuda" and q.dtype == torch.float64:
         why.append("in float64 on the GPU it forms the n × m matrix")
-    if q.device.type != "cuda" or why:
-        return why
-    slow = _slow_on_gpu(q, k, v)
-    return [slow] if slow and _has_better(q, k, v, rows, pattern, scale) else []
+    return why
 
 
-def _slow_on_gpu(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What it does badly there, and Triton's kernel does not; nothing for most inputs."""
+def slower_than_triton(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> dict[str, str]:
+    """What torch's fused kernel does badly on a GPU and the Triton kernel does not; nothing for most inputs."""
+    if q.device.type != "cuda":
+        return {}
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if learns and q.shape[-2] >= 64 * k.shape[-2]:
-        return "gradients of so few keys keep a few of the card's processors busy; Triton's kernel splits the queries"
+        return {"triton": "gradients of so few keys keep few processors of the GPU busy; Triton splits the queries"}
     if not learns and q.dtype == torch.float32:  # the backward passes were not compared
-        return "in float32 it leaves the tensor cores idle; Triton's kernel is as exact by three of their products"
-    return ""
-
-
-def _has_better(q, k, v, rows: SoftmaxRows, pattern: Pattern, scale: float) -> bool:
-    """Whether the Triton kernel would run, were it asked before this one."""
-    if out_of_reach(q) or asked_for() == "sdpa":
-        return False
-    from heedful.kernels.softmax import fused  # imports Triton
-
-    return not fused.objections(q, k, v, rows, pattern, None, scale)
+        return {
+            "triton": "in float32 it leaves the tensor cores idle; Triton is as exact by six bf16 products (bf16x6)"
+        }
+    return {}
 
 
 def _about_bias(bias: Tensor, pattern: Pattern) -> list[str]:

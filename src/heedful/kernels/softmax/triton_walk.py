@@ -25,10 +25,13 @@ LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "ke
 
 @triton.jit
 def capped(x, cap):
-    """cap · tanh(x / cap), by one power of two."""
-    fall = exp2(tl.abs(x) * (-2.8853900817779268 / cap))  # exp(−2 |x| / cap)
+    """cap · tanh(x / cap), by one power of two; by its series where that would cancel."""
+    y = x / cap
+    fall = exp2(tl.abs(y) * -2.8853900817779268)  # exp(−2 |x| / cap)
     size = cap * (1.0 - fall) / (1.0 + fall)
-    return tl.where(x < 0, -size, size)
+    square = y * y
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    return tl.where(square < 0.04, series, tl.where(x < 0, -size, size))
 
 
 @triton.jit

@@ -215,7 +215,8 @@ for temperature in (4., 1., 0.25):                          # flat, as it is, sh
 @cache
 def without_positions(text: int) -> tuple[Call, ...]:
     """The calls of MiniLM where all positions have the same embedding, the mean of them."""
-    from heedful import hf
+    from heedful.hf.probe import Probe
+    from heedful.hf.prose import encode, passages
 
     trained, tokenizer = models.model("minilm")
     blind = deepcopy(trained)
@@ -224,7 +225,7 @@ def without_positions(text: int) -> tuple[Call, ...]:
         table.copy_(table[:LENGTH].mean(0).expand_as(table))
     seen: list[Call] = []
     with torch.no_grad():
-        hf.Probe(blind)(hf.encode(blind, tokenizer, hf.passages()[text], LENGTH), seen.append)
+        Probe(blind)(encode(blind, tokenizer, passages()[text], LENGTH), seen.append)
     return tuple(seen)
 
 

@@ -19,11 +19,11 @@ from heedful.theory.samples import mean_and_error
 
 def last_states(text: int, rank: int | None) -> Float[Tensor, "n d"]:
     """The last states of MiniLM on a text where every head is replaced by its best approximation of this rank."""
-    from heedful import hf
+    from heedful.hf.prose import encode, passages
     from heedful.hf.tap import prepared, tapped
 
     model, tokenizer = models.model("minilm")
-    given = hf.encode(model, tokenizer, hf.passages()[text], LENGTH)
+    given = encode(model, tokenizer, passages()[text], LENGTH)
 
     def attend(call, own):
         mechanism = call.mechanism if rank is None else TruncatedSVD(rank, call.mechanism)

@@ -9,7 +9,7 @@ import torch
 
 from heedful.feature_maps import Identity
 from heedful.measures import concentration
-from heedful.mechanisms import Linear, identity
+from heedful.mechanisms import Linear, no_activation
 from heedful.patterns import Full
 from heedful.shapes import Tensor
 from heedful.theory import closed_forms
@@ -33,7 +33,7 @@ def matches_integral(constant: float) -> Evidence:
     """The text's expression and the library's against quadrature of |β + γε|."""
     text, library = 0.0, 0.0
     for beta, gamma in POINTS:
-        exact = integrated_S(identity, beta, gamma)
+        exact = integrated_S(no_activation, beta, gamma)
         text = max(text, abs(text_identity(beta, gamma, constant) / exact - 1))
         library = max(library, abs(float(closed_forms.S_identity(beta, gamma)) / exact - 1))
     return evidence(

@@ -6,7 +6,7 @@ from math import sqrt
 
 import torch
 
-from heedful.mechanisms import Quadratic, identity, relu2
+from heedful.mechanisms import Quadratic, no_activation, relu2
 from heedful.patterns import Full
 from heedful.shapes import Float, Tensor
 from heedful.theory import closed_forms
@@ -23,7 +23,7 @@ def converges(gamma: float) -> Evidence:
     limits: list[tuple[str, Activation, Tensor]] = [
         ("exp", torch.exp, closed_forms.S_exp(gamma)),
         ("relu²", relu2, closed_forms.S_relu2(beta, gamma)),
-        ("no activation", identity, closed_forms.S_identity(beta, gamma)),
+        ("no activation", no_activation, closed_forms.S_identity(beta, gamma)),
     ]
     found = []
     for seed, (name, f, limit) in enumerate(limits):
@@ -63,7 +63,7 @@ def scores_are_one_dimensional(spread: Float[Tensor, " d"]) -> Evidence:
     q, mu = torch.randn(2, 6, generator=generator, dtype=torch.float64).unbind()
     beta, gamma = float(q @ mu), float(spread.square().mean().sqrt() * q.norm())
     k = mu + spread * torch.randn(64, 4096, 6, generator=generator, dtype=torch.float64)
-    scores = Quadratic(identity, Full(), scale=1.0, normalise=None).matrix(q[None], k)
+    scores = Quadratic(no_activation, Full(), scale=1.0, normalise=None).matrix(q[None], k)
     mean, mean_error = mean_and_error(scores.mean((-2, -1)))
     square, square_error = mean_and_error((scores - beta).square().mean((-2, -1)))
     return evidence(

@@ -40,9 +40,9 @@ FREQUENT = 15  # words with a class of their own; all others are one more
 @cache
 def word_classes() -> tuple[Tensor, ...]:
     """The passages as sequences of classes: the most frequent words, and the rest."""
-    from heedful import hf
+    from heedful.hf.prose import passages
 
-    texts = [re.findall("[a-z]+", text.lower()) for text in hf.passages()]
+    texts = [re.findall("[a-z]+", text.lower()) for text in passages()]
     frequent = [word for word, _ in Counter(word for text in texts for word in text).most_common(FREQUENT)]
     index = {word: at for at, word in enumerate(frequent)}
     return tuple(torch.tensor([index.get(word, FREQUENT) for word in text]) for text in texts)
@@ -230,9 +230,9 @@ def gated(model, gates: Tensor) -> Iterator[None]:
 def loss(gates: Tensor, text: int, length: int = 256) -> Tensor:
     """Nats a token of SmolLM2 on a passage."""
     model, tokenizer = models.model("smollm2")
-    from heedful import hf
+    from heedful.hf.prose import encode, passages
 
-    inputs = hf.encode(model, tokenizer, hf.passages()[text], length)
+    inputs = encode(model, tokenizer, passages()[text], length)
     with gated(model, gates):
         logits = model(**inputs).logits[0]
     return cross_entropy(logits[:-1], inputs["input_ids"][0, 1:])
@@ -274,7 +274,7 @@ def heads_have_twins(trained: bool) -> Evidence:
     """Of MiniLM's heads, those with another whose A, less its even part, has a cosine above .8."""
     shares = []
     for text in range(4):
-        A = torch.cat([call.operator().form()[0] for call in models.calls("minilm", 128, text, trained)])
+        A = torch.cat([call.operator().materialise()[0] for call in models.calls("minilm", 128, text, trained)])
         beyond = normalize((A - 1 / A.shape[-1]).flatten(1), dim=-1)
         cosines = (beyond @ beyond.mT).fill_diagonal_(-1)
         shares.append(float((cosines.amax(-1) > 0.8).double().mean()))

@@ -10,8 +10,8 @@ import torch
 
 from heedful.bench.fits import growth
 from heedful.core import Dims, Mechanism
-from heedful.mechanisms import Softmax, StridedSoftmax
-from heedful.patterns import Blocks, Causal, Full, Pattern, SparseFixed, Strided, Window
+from heedful.mechanisms import Softmax, build
+from heedful.patterns import Blocks, Causal, Full, Pattern, SparseFixed, Strided, Window, reach
 from heedful.segments import visible
 from heedful.shapes import Bool, Tensor
 from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_least, at_most, equal, evidence
@@ -21,16 +21,8 @@ SIZES = ((16, 4), (64, 8), (256, 16), (100, 10))
 
 
 def reached(layers: Sequence[Pattern], n: int) -> Bool[Tensor, "n n"]:
-    """Which inputs j an output i depends on after layers of attention, the first layer first.
-
-    The weights of each are uniform over what its pattern allows, so that products of them are zero only where no path
-    leads.
-    """
-    x = torch.zeros(n, 1, dtype=torch.float64)
-    weights = torch.eye(n, dtype=torch.float64)
-    for pattern in layers:
-        weights = Softmax(pattern).matrix(x, x) @ weights
-    return weights > 0
+    """Which inputs j an output i depends on after layers of attention alone, the first layer first."""
+    return reach(layers, n, residual=False).connected
 
 
 # ── R003-strided-def: A¹_i = {max(0, i−l) … i}, A²_i = {j : (i−j) mod l = 0}
@@ -41,12 +33,12 @@ def looks_back_only(far: Callable[[int], Pattern]) -> Evidence:
     n, stride = 16, 4
     near, second = Window(stride), far(stride)
     both = visible(near | second, n, n, None)
-    library = visible(StridedSoftmax(stride, window=stride + 1).pattern, n, n, None)
+    library = visible(build("strided", stride=stride, window=stride).pattern, n, n, None)
     return evidence(
         equal("pairs of the first head", near.pairs(n, n), sum(min(i, stride) + 1 for i in range(n))),
         equal("pairs of the second head", second.pairs(n, n), sum(i // stride + 1 for i in range(n))),
         equal("pairs (i, j) with j > i", int(visible(second, n, n, None).triu(1).sum()), 0),
-        equal("pairs in which StridedSoftmax differs", int((both != library).sum()), 0),
+        equal("pairs in which the catalogue's strided differs", int((both != library).sum()), 0),
     )
 
 
@@ -94,7 +86,8 @@ def grows_like_N_sqrt_N(stride: Callable[[int], int]) -> Evidence:
 
 def strided_pairs(n: int, stride: int) -> float:
     """From the cost, which is two flops a pair and unit of width."""
-    return StridedSoftmax(stride, window=stride).cost(Dims(n, n, d=64, e=64)).flops / (2 * (64 + 64))
+    attend = Softmax((Strided(stride) | Window(stride - 1)) & Causal())
+    return attend.cost(Dims(n, n, d=64, e=64)).flops / (2 * (64 + 64))
 
 
 def best_stride_is(root: Callable[[int], float]) -> Evidence:

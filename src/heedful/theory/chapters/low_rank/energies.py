@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from heedful.measures import effective_rank, energy_share, numerical_rank, spectrum, svdvals
-from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.mechanisms import Quadratic, Softmax, no_activation
 from heedful.patterns import Full
 from heedful.shapes import Tensor
 from heedful.theory.chapters.low_rank.heads import Mean, heads
@@ -132,7 +132,7 @@ def circle_weights(logit: float) -> Tensor:
 def circle_scores(logit: float) -> Tensor:
     angle = torch.arange(256, dtype=torch.float64) * (2 * torch.pi / 256)
     x = torch.stack([angle.cos(), angle.sin()], -1) * logit**0.5
-    return Quadratic(identity, Full(), 1.0, normalise=None).matrix(x, x)
+    return Quadratic(no_activation, Full(), 1.0, normalise=None).matrix(x, x)
 
 
 def effective_rank_grows_at_fixed_width(logits: tuple[float, ...]) -> Evidence:

@@ -10,7 +10,7 @@ import torch
 from heedful.core import Dims, Mechanism
 from heedful.feature_maps import Elu1, Exp, Polynomial, Relu
 from heedful.measures import numerical_rank
-from heedful.mechanisms import Linear, Quadratic, Softmax, identity
+from heedful.mechanisms import Linear, Quadratic, Softmax, no_activation
 from heedful.patterns import Full
 from heedful.random_features import FavorPlus
 from heedful.shapes import Tensor
@@ -265,7 +265,7 @@ print(torch.linalg.eigvalsh((angle[:, None] - angle).cos().relu()))  # -0.414 am
 def relu_lowers_rank(sign: Callable[[Tensor], Tensor]) -> Evidence:
     """Weights ReLU(q·k) of 64 tokens, d = 4: zero where q·k < 0, and of no higher rank than the scores."""
     q, k = (sign(x) for x in _drawn(64, 4))
-    plain, relu = (Quadratic(f, Full(), normalise=None).matrix(q, k) for f in (identity, torch.relu))
+    plain, relu = (Quadratic(f, Full(), normalise=None).matrix(q, k) for f in (no_activation, torch.relu))
     return evidence(
         equal("weights where q·k < 0", relu[plain < 0].sum(), 0),
         at_most("rank of ReLU(QKᵀ), against that of QKᵀ", numerical_rank(relu), numerical_rank(plain)),
@@ -321,7 +321,7 @@ print(torch.linalg.matrix_rank(q @ k.T), torch.linalg.matrix_rank((q @ k.T).relu
         formula=r"\operatorname{rank}\,\mathrm{ReLU}(QK^\top)=N,\qquad \operatorname{rank}\,\phi(Q)\phi(K)^\top\le d",
         check=relu_raises_rank,
         case=Case("ReLU of the scores", torch.relu),
-        control=Case("the scores themselves", identity),
+        control=Case("the scores themselves", no_activation),
     ),
 )
 

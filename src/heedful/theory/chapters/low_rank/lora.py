@@ -9,7 +9,7 @@ from torch import nn
 
 from heedful.feature_maps import Identity
 from heedful.measures import energy_share, numerical_rank
-from heedful.mechanisms import Linear, Quadratic, Softmax, identity
+from heedful.mechanisms import Linear, Quadratic, Softmax, no_activation
 from heedful.nn import LoRA
 from heedful.patterns import Full
 from heedful.shapes import Tensor
@@ -81,7 +81,7 @@ def update_of_weights(plus: Callable[[int], int]) -> Evidence:
         before, after, k = base(x), adapted(x), keys(x)
         scores, weights = (
             m.matrix(after, k) - m.matrix(before, k)
-            for m in (Quadratic(identity, Full(), normalise=None), Softmax(Full()))
+            for m in (Quadratic(no_activation, Full(), normalise=None), Softmax(Full()))
         )
     return evidence(
         equal("rank of the update of W", numerical_rank(adapted.merge().weight - base.weight), 1),

@@ -8,7 +8,7 @@ from math import comb, exp, factorial
 import torch
 
 from heedful.measures import effective_rank, numerical_rank, svdvals
-from heedful.mechanisms import Quadratic, Softmax, TopK, identity
+from heedful.mechanisms import Quadratic, Softmax, TopK, no_activation
 from heedful.patterns import Full
 from heedful.shapes import Tensor
 from heedful.theory.claim import Case, Claim, Evidence, Figure, Text, at_least, at_most, equal, evidence
@@ -19,7 +19,7 @@ def softmax_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    return Quadratic(identity, Full(), normalise=None).matrix(q, k)
+    return Quadratic(no_activation, Full(), normalise=None).matrix(q, k)
 
 
 # ── L11.35: the temperature's limits are one-hot and uniform

@@ -8,7 +8,7 @@ from math import log
 import torch
 from torch import nn
 
-from heedful.mechanisms import Quadratic, Softmax, identity
+from heedful.mechanisms import Quadratic, Softmax, no_activation
 from heedful.nn import Attention
 from heedful.patterns import Full, Pattern
 from heedful.shapes import Tensor
@@ -19,7 +19,7 @@ EPS = torch.finfo(torch.float64).eps
 
 def scores(q: Tensor, k: Tensor, scale: float | None = 1.0) -> Tensor:
     """scale · QKᵀ, unscaled by default; None is the library's own d^-½."""
-    return Quadratic(identity, Full(), scale, normalise=None).matrix(q, k)
+    return Quadratic(no_activation, Full(), scale, normalise=None).matrix(q, k)
 
 
 def softmax_of(x: Tensor) -> Tensor:
