@@ -52,13 +52,13 @@ MAY_IMPORT = {
     "notices": [],
     "svg": [],
     "latex": [],
-    "report": ["shapes", "store", "svg", "latex", "studies"],
+    "report": ["shapes", "store", "svg", "latex"],
     # models and jobs
     "hf": [*CONTRACT, "mechanisms", "notices"],
     "scan": [*CONTRACT, *NUMBERS, "mechanisms", "notices", "store", "executor", "report", "hf"],
     "bench": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "store", "executor", "svg"],
     "theory": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "testing", "store", "executor", "hf", "bench", "studies"],
-    "studies": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "store", "executor"],
+    "studies": [*CONTRACT, *NUMBERS, "mechanisms", "nn", "store", "executor", "report", "svg"],
     # what users import and run
     "hf/__init__": ["hf", "scan"],
     "library": [*CONTRACT, "measures", "mechanisms", "nn", "testing", "theory"],
@@ -77,6 +77,7 @@ MAY_IMPORT = {
         "bench",
         "studies",
         "theory",
+        "studies",
     ],
     "__main__": ["cli"],
 }

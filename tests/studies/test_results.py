@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heedful.cli.app import app
-from heedful.report.study import html
+from heedful.studies.page import html
 from heedful.studies.results import (
     BLEU,
     Setting,

@@ -28,8 +28,8 @@ def study_command(
 
     \b
     heedful study fixed-heads
-    heedful study frozen-projections --html runs/frozen.html --language zh
-    heedful study fixed-heads --run "--seeds 0-2 --parallel 8 --data carry/corpora --out runs/records"
+    heedful study frozen-projections --html frozen.html --language zh
+    heedful study fixed-heads --run "--seeds 0-2 --out runs/records"
     """
     from heedful.studies.results import BASELINES, published
     from heedful.studies.tables import latex as latex_tables
@@ -46,12 +46,12 @@ def study_command(
     if not rows:
         fail(f"{name}: no runs have been published yet; train it with --run.", code=1)
     if html is not None:
-        from heedful.report import write_study
+        from heedful.studies.page import write
 
         with writing():
-            typer.echo(write_study(rows, html, language=language))
+            typer.echo(write(rows, html, language=language))
     elif as_json:
-        from heedful.report.study import payload
+        from heedful.studies.page import payload
 
         print_json(payload(rows))
     else:

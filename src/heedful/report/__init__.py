@@ -10,7 +10,7 @@ heedful has), `words` (the answer), `data` (numbers and pictures, made small) an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heedful.store import write_whole
 
@@ -23,21 +23,7 @@ def write(scan: Records, path: str | Path, *, against: Records | None = None, la
     from heedful.report.page import html
 
     path = Path(path)
-    _put(path, html(scan, against=against, language=language))
-    return path
-
-
-def write_study(rows: list[dict[str, Any]], path: str | Path, *, language: str = "en") -> Path:
-    """Write the page of a study as one HTML file, in both languages; `language` shows first."""
-    from heedful.report.study import html
-
-    path = Path(path)
-    _put(path, html(rows, language=language))
-    return path
-
-
-def _put(path: Path, text: str) -> None:
-    """Write the whole file or nothing; an error says what can't be written."""
+    text = html(scan, against=against, language=language)
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder; expected the name of a file, such as report.html")
@@ -47,3 +33,4 @@ def _put(path: Path, text: str) -> None:
         raise type(error)(
             error.errno, f"{path}: the report can't be written ({why}). Give a file in a folder of your own."
         ) from error
+    return path

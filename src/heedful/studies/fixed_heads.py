@@ -54,7 +54,7 @@ LEFT_OUT = {
 }
 """Each fixed head left out in turn."""
 
-STEPS = {5_000: 1_500, 20_000: 3_000, 100_000: 10_000, 160_000: 15_000}
+STEPS = {5_000: 1_500, 20_000: 3_000, 100_000: 10_000, 160_000: 15_000, 2_900_000: 100_000}
 """Of the training, for each number of pairs; 100 for a handful of pairs, which is for trying things out."""
 
 

@@ -41,7 +41,7 @@ def table(rows: list[Row], setting: Setting) -> Table:
     order = sorted(groups, key=lambda name: (name != base, "(" in name))
     first, second = MEASURES[setting.task]
     heads = ["cell", "seeds", first.name, f"to {base}", second.name, f"to {base}", "train loss", "test loss"]
-    heads += ["test − train", "M trained", "MB of AdamW", "ms a step"]
+    heads += ["test − train", "M trained", "MB of AdamW", "ms a step, GPU shared"]
     return Table(setting, heads, [_line(name, groups[name], groups.get(base, []), (first, second)) for name in order])
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from heedful import svg
-from heedful.report.shell import asset, check_language, page, say
+from heedful.report import shell
+from heedful.report.shell import say
+from heedful.store import write_whole
 from heedful.studies.results import (
     BASELINES,
     BLEU,
@@ -42,9 +45,16 @@ METHODS = (
 """Rows of table 4.4 of text 003 and the cells that fill them."""
 
 
+def write(rows: list[Row], path: str | Path, *, language: str = "en") -> Path:
+    """Write the page as one HTML file, whole or not at all."""
+    path = Path(path)
+    write_whole(path, html(rows, language=language))
+    return path
+
+
 def html(rows: list[Row], *, language: str = "en") -> str:
     """The whole page as text."""
-    check_language(language)
+    shell.check_language(language)
     study = rows[0]["study"]
     texts = TEXTS[study]
     found = tables(rows)
@@ -58,7 +68,7 @@ def html(rows: list[Row], *, language: str = "en") -> str:
             _sources(rows),
         ]
     )
-    return page(texts.title, body, asset("study.css"), "", {}, language=language)
+    return shell.page(texts.title, body, shell.asset("study.css"), "", {}, language=language)
 
 
 def _opening(rows: list[Row], study: str) -> str:
