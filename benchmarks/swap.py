@@ -4,8 +4,9 @@
     python benchmarks/swap.py --model llama-1b --tokens 32768 --share 0.8 --batch 16       a GPU, bf16, random weights
 
 Each round runs every contender once, in turn, in one process: transformers with sdpa on a `DynamicCache` and on
-a `StaticCache`, heedful with all heads exact, and heedful with a share of the KV groups (drawn from seed 0) at a window of
-256 and 4 sinks. Printed are the least times over the rounds: CPU seconds of one thread on a CPU, wall seconds on a GPU.
+a `StaticCache`, heedful with all heads exact, and heedful with a share of the KV groups (drawn from seed 0) at
+a window of 256 and 4 sinks. Printed are the least times over the rounds: CPU seconds of one thread on a CPU, wall
+seconds on a GPU.
 Bytes are those of the tensors that the cache holds and, beside them, those that `Plan.cost` says.
 """
 
