@@ -117,8 +117,8 @@ class WindowSummary(RecurrentMechanism):
 
     def _state(self, k: Tensor, v: Tensor, positions: Tensor, length: Tensor) -> Summary:
         wide = _state_dtype(k.dtype)
-        sums = (x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=wide) for x in (k, v))
-        return Summary(k, v, positions, *sums, length)
+        key_sum, value_sum = (x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=wide) for x in (k, v))
+        return Summary(k, v, positions, key_sum, value_sum, length)
 
     def prefill(self, q, k, v, *, segments=None):
         if isinstance(segments, tuple):
@@ -171,8 +171,8 @@ class WindowSummary(RecurrentMechanism):
         wide = state.key_sum.dtype
         gone = (torch.where(real, take_tokens(x, leaves).to(wide), 0) for x in (state.k, state.v))
         key_sum, value_sum = (a + b for a, b in zip((state.key_sum, state.value_sum), gone, strict=True))
-        kept = (take_tokens(x, others) for x in (state.k, state.v))
-        return Summary(*kept, at.gather(-1, others), key_sum, value_sum, state.length)
+        k, v = (take_tokens(x, others) for x in (state.k, state.v))
+        return Summary(k, v, at.gather(-1, others), key_sum, value_sum, state.length)
 
     def cost(self, dims: Dims) -> Cost:
         pairs, both = self.near.pairs(dims.n, dims.m), dims.d + dims.e
