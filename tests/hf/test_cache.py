@@ -122,6 +122,34 @@ def test_padding_between_tokens_is_remembered():
     near(run(model, inputs, spans, hf.cache(model))[mask.bool()], oracle.logits(model, ids, mask)[mask.bool()])
 
 
+@pytest.mark.parametrize("kind", SOME)
+def test_padding_that_the_host_learns_a_step_late_is_exact(kind, monkeypatch):
+    """On a GPU a step does not wait for its mask; here the same on a CPU."""
+    monkeypatch.setattr(hf.HeedfulCache, "_reads_late", staticmethod(lambda mask: True))
+    model = attached(kind=kind)
+    ids, mask = torch.randint(3, zoo.VOCABULARY, (2, 30)), torch.ones(2, 30, dtype=torch.long)
+    mask[0, 16] = mask[1, 22:24] = 0
+    inputs, spans = {"input_ids": ids, "attention_mask": mask}, [(0, 12), *((at, at + 1) for at in range(12, 30))]
+    near(run(model, inputs, spans, hf.cache(model))[mask.bool()], oracle.logits(model, ids, mask)[mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "opt", "gpt_neox", "phi"])
+def test_other_decoders_generate(name):
+    model, inputs = attached(name, "heads"), zoo.texts(SPECIES[name], "left")
+    ids, _ = oracle.greedy(model, inputs, 5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False), ids)
+
+
+def test_whisper_generates():
+    model = zoo.grow(SPECIES["whisper"])
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    hf.attach(model, hf.Plan.uniform(model).edit("window", layers=[2, 3], units=[0, 2], before=3))
+    sound = {"input_features": zoo.texts(SPECIES["whisper"])["input_features"]}
+    found = model.generate(**sound, max_new_tokens=8, do_sample=False)
+    with oracle.defined():
+        assert torch.equal(found, model.generate(**sound, max_new_tokens=8, do_sample=False, use_cache=False))
+
+
 def test_generate_prefills_in_chunks():
     model, inputs = attached(), zoo.texts(SPECIES["llama"], "left")
     found = model.generate(**inputs, max_new_tokens=6, do_sample=False, prefill_chunk_size=5)
@@ -343,3 +371,17 @@ def test_an_encoder_has_no_cache():
     hf.attach(model, hf.Plan.uniform(model))
     with pytest.raises(hf.Refused, match="no causal layer"):
         hf.cache(model)
+
+
+def test_smollm2_generates_what_recomputation_gives():
+    try:
+        model, tokenizer = hf.load("smollm2")
+    except hf.Refused as why:
+        pytest.skip(f"needs smollm2: {why}")
+    plan = hf.Plan.uniform(model).edit("window-sinks", layers=range(5, 30), units=[0, 2], before=31, sinks=4)
+    hf.attach(model, plan)
+    inputs = dict(hf.encode(model, tokenizer, hf.passages()[0], 64))
+    ids, expected = oracle.greedy(model, inputs, 4)
+    out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(out.sequences, ids)
+    near(torch.stack(out.logits, 1), expected)

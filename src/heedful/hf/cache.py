@@ -75,7 +75,7 @@ class HeedfulCache(Cache):
             fresh = mask[:, mask.shape[1] - new :]
         self._catch_up(before)
         if self.real is None and fresh is not None:
-            if fresh.is_cuda and new == 1:
+            if new == 1 and self._reads_late(fresh):
                 return Tokens(before, new, unread=self._read_later(fresh, before))
             if bool(fresh.all()):
                 fresh = None
@@ -87,12 +87,18 @@ class HeedfulCache(Cache):
         old = everything.expand(-1, before) if self.real is None else self.real[:, :before]
         return Tokens(before, new, torch.cat([old, everything.expand(-1, new) if fresh is None else fresh], 1))
 
+    @staticmethod
+    def _reads_late(fresh: Tensor) -> bool:
+        """Whether reading a number would make the host wait for the device."""
+        return fresh.is_cuda
+
     def _read_later(self, fresh: Tensor, before: int) -> Tensor:
         """Start to copy whether a step is free of padding; the next forward pass reads it, without waiting now."""
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag = torch.empty((), dtype=torch.bool, pin_memory=fresh.is_cuda)
         flag.copy_(fresh.all(), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.Event() if fresh.is_cuda else None
+        if done is not None:
+            done.record()
         self._late = before, fresh[:, 0], flag, done
         return fresh[:, 0]
 
@@ -101,7 +107,8 @@ class HeedfulCache(Cache):
             return
         at, fresh, flag, done = self._late
         self._late = None
-        done.synchronize()
+        if done is not None:
+            done.synchronize()
         if not bool(flag):
             ones = fresh.new_ones(fresh.shape[0], 1)
             self.real = torch.cat([ones.expand(-1, at), fresh[:, None], ones.expand(-1, before - at - 1)], 1)

@@ -147,9 +147,7 @@ def share(store: KeyStore, parts: Sequence[Part], bound: dict[str, Mechanism]) -
     return Share(store, heads, tuple(owns))
 
 
-def stores_for(
-    parts: Sequence[Part], bound: dict[str, Mechanism], biased: bool, limit: int | None
-) -> list[FullStore | RingStore]:
+def stores_for(parts: Sequence[Part], bound: dict[str, Mechanism], biased: bool, limit: int | None) -> list[KeyStore]:
     """A store for each kind of context, with the groups whose heads need it. A bias is one of all tokens."""
     needs: dict[int, tuple[int, int] | None] = {}
     for part in parts:
