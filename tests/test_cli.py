@@ -73,7 +73,8 @@ print("imported:", *sorted({"torch", "numpy", "transformers", "polars"} & set(sy
 
 
 def test_version_help_and_completion_do_not_import_torch():
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # there may be no shell above the tests
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and done.stderr == "imported:\n", done.stderr
     assert done.stdout.startswith(f"heedful {heedful.__version__}\n") and done.stdout.endswith("\nscan\n")
 

@@ -46,12 +46,16 @@ def test_a_group_must_divide_the_batch():
 
 
 def test_a_mixture_keeps_the_kv_heads_of_each_part():
-    """Of 6 query heads in 3 groups, a window takes heads 0 to 2 (groups 0 and 1) and a linear part 3 to 5 (1 and 2)."""
-    attend = h.Mixture([h.Softmax(h.Window(3))] * 3 + [h.Linear()] * 3, kv_heads=3)
+    """Of 6 query heads in 3 groups; where a part has unequal shares of its groups, keys are copied for each head."""
     q, k, v = h.group_heads(torch.randn(2, 6, 20, 8), torch.randn(2, 3, 20, 8), torch.randn(2, 3, 20, 8))
-    _, state = attend.prefill(q, k, v)
-    kept = sum(x.numel() for part in state for x in part if x is not None and x.is_floating_point())
-    assert attend.cost(h.Dims.of(q, k, v)).state == kept == 2 * (2 * 3 * 16 + 2 * 8 * 9)
+    near, linear = h.Softmax(h.Window(3)), h.Linear()
+    for heads in ([near, linear] * 3, [near] * 3 + [linear] * 3, [near] * 2 + [linear] * 4):
+        attend = h.Mixture(heads, kv_heads=3)
+        _, state = attend.prefill(q, k, v)
+        kept = sum(x.numel() for part in state for x in part if x is not None and x.is_floating_point())
+        assert attend.cost(h.Dims.of(q, k, v)).state == kept
+    attend = h.Mixture([near, near, linear, linear, linear, linear], kv_heads=1)
+    assert attend.cost(h.Dims(20, 20, 8, 8, batch=6, group_size=6)).state == 3 * 16 + 8 * 9
 
 
 @pytest.mark.parametrize("entry", h.CATALOG.values(), ids=h.CATALOG)

@@ -385,3 +385,17 @@ def test_smollm2_generates_what_recomputation_gives():
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(out.sequences, ids)
     near(torch.stack(out.logits, 1), expected)
+
+
+def test_keys_that_a_failed_forward_pass_left_behind_are_forgotten():
+    """They have as many tokens as the next model's: without a look at whose they are, it would attend to them."""
+    model, inputs = attached(), zoo.texts(SPECIES["llama"], "")
+    expected = model(**inputs, use_cache=False).logits
+    keys = torch.zeros(*inputs["input_ids"].shape[:1], 2, inputs["input_ids"].shape[1], 8)
+    hf.cache(model).layers[0].update(keys, keys)  # an attention module that raised after this
+    near(model(**inputs, use_cache=False).logits, expected)
+    other = attached()
+    hf.cache(model).layers[0].update(keys, keys)
+    hf.detach(other)
+    other.set_attn_implementation("heedful")  # no plan, and no hook
+    near(other(**inputs, use_cache=False).logits, zoo.grow(SPECIES["llama"], torch.float32)(**inputs).logits)

@@ -393,7 +393,9 @@ def test_a_pass_leaves_its_matrix_in_slabs(queries, scores, monkeypatch):
         op = h.Softmax(pattern).operator(q, k)
         room = Trimmed.room(op.shape, pattern, op.dtype, lambda size, dtype: memory[:size])
         sums = op.row_sums(Request(into=room))
-        assert sums.left and all(map(torch.equal, sums.tensors().values(), op.row_sums(Request()).tensors().values()))
+        assert sums.left
+        for name, found in op.row_sums(Request()).tensors().items():  # strided patterns have a backend of their own
+            torch.testing.assert_close(sums.tensors()[name], found, rtol=0, atol=1e-13)
         found = (room @ torch.eye(N, dtype=torch.float64)).view(op.shape)
         torch.testing.assert_close(found, h.Softmax(pattern).matrix(q, k), rtol=0, atol=1e-12)
 

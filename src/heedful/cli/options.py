@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from heedful.mechanisms import Entry
-from heedful.patterns import Pattern
+from heedful.patterns import And, Or, Pattern
 
 SIZES = ("d", "heads", "length")
 """Arguments of builders that are facts of the inputs: they have flags of their own."""
@@ -89,7 +89,7 @@ def read_pattern(text: str) -> Pattern:
     >>> read_pattern("window(8, sinks=1) & Causal")
     (Window(before=8, after=0, sinks=1) & Causal())
     """
-    kinds = {kind.__name__.lower(): kind for kind in Pattern.__subclasses__() if not kind.__name__.startswith("_")}
+    kinds = {kind.__name__.lower(): kind for kind in Pattern.__subclasses__() if kind not in (And, Or)}
 
     def read(node: ast.AST) -> Pattern | None:
         match node:

@@ -145,6 +145,7 @@ class HeedfulCache(Cache):
 class HeedfulLayer(CacheLayerMixin):
     """What one layer keeps.
 
+    module      the id of the attention module whose keys it takes: copies of a cache serve the same one
     shows_all   the module reads the length of all keys from what `update` gives, as those of T5 do for their bias: all
                 tokens are kept, and given
     """
@@ -153,8 +154,9 @@ class HeedfulLayer(CacheLayerMixin):
     supports_early_init = False
     cache: HeedfulCache
 
-    def __init__(self, max_length: int | None, name: str = "", shows_all: bool = False):
+    def __init__(self, max_length: int | None, module: int, name: str, shows_all: bool):
         super().__init__()
+        self.module = module
         self.max_length = max_length
         self.name = name
         self.shows_all = shows_all
@@ -373,15 +375,22 @@ class _Undo:
             )
 
 
-def claimed(k: Tensor) -> HeedfulLayer | None:
-    """The layer that has just taken these keys; None where no cache of heedful did."""
-    layer, _claims.layer = getattr(_claims, "layer", None), None
-    if layer is None or layer._new is None:
-        return None
+def claimed(module: nn.Module, k: Tensor) -> HeedfulLayer | None:
+    """The layer that has just taken the keys of this module; None where no cache of heedful did."""
+    layer = getattr(_claims, "layer", None)
+    forget_claims()
+    if layer is None or layer._new is None or layer.module != id(module):
+        return None  # or another module left it behind when it failed
     given = layer._new[0].shape[-2] + (layer.seen if layer.shows_all else 0)
     if given != k.shape[-2]:
         raise Refused(f"{layer.name}: {k.shape[-2]} keys, and the cache gave {given}: the module changes them.")
     return layer
+
+
+@torch.compiler.disable
+def forget_claims() -> None:
+    """Forget keys that no attention function took: a forward pass that failed leaves them behind."""
+    _claims.layer = None
 
 
 def cache(model: nn.Module, max_length: int | None = None) -> HeedfulCache:
@@ -400,7 +409,7 @@ def cache(model: nn.Module, max_length: int | None = None) -> HeedfulCache:
             f'{type(base).__name__} attends by {config._attn_implementation}, expected "heedful": '
             "heedful.hf.attach(model, plan) first."
         )
-    own: dict[int, tuple[str, bool]] = {}
+    own: dict[int, tuple[int, str, bool]] = {}
     for name, (layer, module) in swappable(model).items():
         at = getattr(module, "layer_idx", None)
         if layer.kind != "causal" or not isinstance(at, int):
@@ -410,7 +419,7 @@ def cache(model: nn.Module, max_length: int | None = None) -> HeedfulCache:
             raise Refused(
                 f"{name}: {type(module).__name__} selects keys by a cache of its own, which heedful's has not."
             )
-        own[at] = name, re.search(r"key_states\.shape\[-?2\]", source) is not None
+        own[at] = id(module), name, re.search(r"key_states\.shape\[-?2\]", source) is not None
         groups = getattr(module, "heedful", None)
         for part in groups.parts if isinstance(groups, HeadGroups) else exact(layer.heads, layer.kv_heads):
             if part.mechanism is not None and not isinstance(part.mechanism, RecurrentMechanism):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
-from heedful.hf.cache import cache, claimed
+from heedful.hf.cache import cache, claimed, forget_claims
 from heedful.hf.head_groups import HeadGroups, Setting, attend, check_shapes, exact
 from heedful.hf.layers import base_of, swappable
 from heedful.hf.masks import DeferredMask, MaskNotUnderstood, MaskRequest, deferred_mask, rule_of
@@ -88,6 +88,7 @@ def detach(model: nn.Module) -> nn.Module:
 
 def _use_own_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Replace an empty cache of transformers' default kind by heedful's, which frees what no head needs."""
+    forget_claims()
     given = kwargs.get("past_key_values")
     if given is None:
         if kwargs.get("use_cache") is not True or model.training:
@@ -121,7 +122,7 @@ def heedful_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What `AttentionInterface` calls: the outputs (b, n, h, e) of all heads."""
-    layer = claimed(key)
+    layer = claimed(module, key)
     if dropout:
         raise Refused(
             f"attention dropout of {dropout}: heedful computes A(q, k) v and drops no weights. Set it to 0 in the "

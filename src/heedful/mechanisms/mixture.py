@@ -153,9 +153,8 @@ class Mixture(Mechanism):
         stages: list[Stage] = []
         state, parameters = 0, {}  # bytes of the parameters of each part
         for part, heads in self._pieces():
-            counts = set(Counter(head // width for head in heads).values())
-            even = len(counts) == 1 and len(heads) == counts.copy().pop() * (self.kv_heads or 1)
-            together = counts.pop() if shared and even else 1  # heads of a group that share their keys
+            counts = set(Counter(head // width for head in heads).values())  # of this part's heads in each group
+            together = counts.pop() if shared and len(counts) == 1 else 1  # else keys are copied for each head
             own = replace(dims, batch=times * len(heads), group_size=times * together)
             cost = part.cost(own)
             stages += cost.stages

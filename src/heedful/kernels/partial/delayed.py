@@ -16,8 +16,8 @@ from heedful.kernels.chunked_linear import attend_to_logs
 from heedful.segments import positions, take_tokens
 from heedful.shapes import Float, Int, Tensor, broadcast_shapes
 
-Part = tuple[Float[Tensor, "*b n e"], Float[Tensor, "*b n"]]
-"""The output of a part, and the logarithm of its normaliser."""
+Part = tuple[Tensor, Tensor]
+"""The output of a part, (*batch, rows, e), and the logarithm of its normaliser, (*batch, rows)."""
 
 
 def old_keys(n: int, m: int, window: int) -> int:
