@@ -201,7 +201,7 @@ class ChunkedSetup:
         return 1 if self.narrow else over(self.R, self.configs[name].split)
 
     def _room(self, tokens, given) -> Room:
-        """Buffers: a number per query (den, δ), slots, keep of each chunk, z before (y after) each block, last state."""
+        """Buffers: one number per query (den, δ), slots, keeps of chunks, z before (y after) each block, last state."""
         walk, rows, chunks = self.launches == 1, self.B * self.heads, over(tokens, self.span)
         slots = 0 if walk and not given else chunks + 1
         sums = rows * over(tokens, self.block) * self.r * self.normalise * self.causal
