@@ -83,7 +83,7 @@ def pulled(
     grad, pointer, shift, turns, t, n, stride, column, width, real,
     FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in the columns from the gradient in their features, by φ′ computed from φ and the reverse turn."""
+    """The gradient in the columns from that in their features, by φ′ (computed from φ) and the reverse rotation."""
     if TURNED:
         cosine, sine = _turn(turns, t, n, real, EVEN_N)
         first, second = tl.split(tl.reshape(grad, (grad.shape[0], column.shape[0], 2)))

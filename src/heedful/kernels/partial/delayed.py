@@ -34,7 +34,7 @@ def far_parts(
     both_ways: bool,
     segments: Int[Tensor, "*s l"] | None,
 ) -> list[Part]:
-    """The parts of the keys before the window and, if queries see them, after it; with rows for the last tokens.
+    """The parts of the keys before the window and, if `both_ways`, after it; the rows of each end with the last query.
 
     x and y are the logarithms of the features of queries and keys. The last query and the last key are at the same
     time; there may be more keys than queries, or more queries than keys.

@@ -46,7 +46,7 @@ class Request:
     columns   vectors X; the result has the product of X with the part of each row inside each band
     values    vectors that whole rows are multiplied by, such as a layer's values
     into      a buffer for the matrix, if it is wanted as well; the pass writes all weights, zeros included
-    down      zeros to which the pass adds the column sums; only together with `into`
+    down      zeros, to which the pass adds the column sums of the matrix
     places    whether the key of each row's largest weight is wanted; on a CPU that costs as much as a softmax
     scratch   buffers to reuse in the next pass; a backend may store anything there, also what `into` holds
     """
