@@ -17,7 +17,7 @@ triton_backward.py have the kernels, launches.py the sizes. There are one to thr
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
                 decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t.
                           A pair of tokens must add the same number to both, rounded alike: see README.md
-        exp         rows whose normaliser is faint are computed again in log space (triton_rows.py)
+    exp         rows whose normaliser is faint are computed again in log space (triton_rows.py)
     angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a alternating, computed in
                 registers; their gradients are rotated back there
     joining     few chunks: no scan; outputs, queries and keys add the states that they need (2 launches)

@@ -1,4 +1,7 @@
-"""The kernels of the backward pass; triton.py says what they compute and launches them."""
+"""The kernels of the backward pass; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The kernels of the backward pass; triton.py says what they compute and launches them."""
+"""The kernels of the backward pass; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 from __future__ import annotations
 
