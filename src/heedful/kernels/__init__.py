@@ -1,1 +1,1 @@
-"""Fast paths. One folder a kernel: the same signature in plain torch and, where it pays, in Triton."""
+"""Fast kernels, one folder each: the same signature in plain torch and, where it is faster, in Triton."""

@@ -1,4 +1,4 @@
-"""Arithmetic that Triton programs share."""
+"""Arithmetic shared by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def tf32(x):
-        return x  # products are exact here
+        return x  # the interpreter's products are exact
 else:
 
     @triton.jit
     def exp2(x):
-        """2^x with denormals flushed: one instruction, where tl.exp2 takes five to keep them."""
+        """2^x with denormals flushed to zero: one instruction; tl.exp2 takes five to preserve them."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
     @triton.jit
     def times(x, y):
-        """x y rounded by itself: one that a sum may take into a fused operation is another number in each program."""
+        """x · y rounded on its own, so that all kernels get the same number: a compiler may fuse x · y into a sum."""
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
 
     @triton.jit
     def tf32(x):
-        """x as tensor cores read it where they are given float32: without its last 13 bits."""
+        """x as tensor cores read a float32 operand: without its last 13 bits."""
         return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reciprocal(den):
-    """1 / den; zero where a row attends to nothing, or to less than the smallest normal float32."""
+    """1 / den; zero where |den| is below the smallest normal float32, as for a row that attends to nothing."""
     some = tl.abs(den) >= TINY
     return tl.where(some, 1 / tl.where(some, den, 1.0), 0.0)
 
 
 @triton.jit
 def link(keep1, x1, keep2, x2):
-    """Two steps of x ← keep x + own as one, for a scan over them."""
+    """Compose two steps of x ← keep · x + own into one, for an associative scan."""
     return keep1 * keep2, x1 * keep2 + x2

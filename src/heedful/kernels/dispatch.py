@@ -1,11 +1,11 @@
-"""The one place where a backend is chosen, and what every kernel call has in common.
+"""Choose the backend of a kernel call: the only place where that happens.
 
-A kernel is an ordered list of backends. A backend says in sentences why it can't take given inputs: its objections. The
-first backend without objections runs, unless it yields to a faster one that has none either.
+A kernel is an ordered list of backends. A backend lists in sentences why it can't take given inputs: its objections.
+The first backend without objections runs, unless it yields to a faster one that has none either.
 
-The decision is cached by kind of input. A kernel's `kind` maps its arguments to a key that holds all that objections
-look at (shapes, dtypes, device, gradients, options). It is None where the values of a tensor matter, as those of
-segments do: then each call decides. `explain` tells the decision that runs.
+The decision is cached by kind of input. A kernel's `kind` maps its arguments to a key that holds everything the
+objections depend on (shapes, dtypes, device, gradients, options). It returns None if they depend on the values of a
+tensor, as with segments; then every call decides anew. `explain` shows the decision.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from heedful.shapes import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_DECISIONS = 1024
-"""Decisions that a kernel caches; one more, and it starts afresh."""
+"""How many decisions a kernel caches; a full cache is cleared."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of a kernel; all functions take the kernel's arguments.
 
-    name         what runs, in a word; `heedful.backend(name)` asks for it
+    name         a short name; `heedful.backend(name)` selects it
     run          the implementation
     objections   why it can't take these inputs, in sentences; an empty list if it can
-    yields       {name of another backend: why that one is faster}, for inputs that this one could take too
-    relaunch     a function for further calls with inputs of this kind, or None; called once, when the kind is new
+    yields       {name of another backend: why that one is faster} for these inputs
+    relaunch     a cached launch for further inputs of this kind, or None; called once per new kind
     """
 
     name: str
@@ -48,13 +48,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which backend takes inputs of one kind, why those before it do not, and what to run: it, or its cached launch."""
+    """The backend for inputs of one kind, why earlier backends were rejected, and the function to call."""
 
     backend: Backend
     objections: dict[str, list[str]]
     run: Callable[..., Any]
     launches: bool = False
-    """`run` is a cached launch, which autocast does not reach."""
+    """True if `run` is a cached launch, which autocast does not affect."""
 
 
 class Kernel:
@@ -80,13 +80,13 @@ class Kernel:
 
     @property
     def names(self) -> list[str]:
-        """The names of the backends, each once, as `heedful.backend` takes them."""
+        """The names of the backends without the kernel's name, each once."""
         return list(dict.fromkeys(map(_last, self.backends)))
 
     def __call__(self, first, /, *args, **kwargs):
-        """Run the chosen backend, in the precision of the inputs: autocast stays outside.
+        """Run the chosen backend with autocast off, in the precision of the inputs.
 
-        first   a tensor, or anything else on one device
+        first   a tensor, or another object with a device
         """
         decision = self.decide(first, *args, **kwargs)
         if decision.launches or not torch.is_autocast_enabled(first.device.type):
@@ -95,11 +95,11 @@ class Kernel:
             return decision.run(first, *args, **kwargs)
 
     def choose(self, *args, **kwargs) -> Backend:
-        """The backend that runs; an error with every objection where none can."""
+        """The backend for these inputs; raises an error that lists every objection if there is none."""
         return self.decide(*args, **kwargs).backend
 
     def decide(self, *args, **kwargs) -> Decision:
-        """The decision for these inputs: cached, where inputs of this kind came before."""
+        """The decision for these inputs; cached by kind of input."""
         if self.kind is None or torch.compiler.is_compiling():
             return self._decide(args, kwargs)
         kind = self.kind(*args, **kwargs)
@@ -146,11 +146,11 @@ class Kernel:
         raise RuntimeError(f"{self.name}: no backend can take these inputs{hint}:\n{reasons}")
 
     def refuses(self, name: str, *args, **kwargs) -> list[str]:
-        """Why one backend would not run if it were the only one: its objections, or that another one is asked for."""
+        """Why this backend would not run: its objections, or that `heedful.backend` selects another."""
         return self._not_asked_for(name) or self.backends[name].objections(*args, **kwargs)
 
     def explain(self, first, /, *args, **kwargs) -> str:
-        """One line a backend, with what it objects to, and the one that runs."""
+        """One line per backend with its objections, then the backend that runs."""
         lines = []
         with as_given(first):
             decision = self.decide(first, *args, **kwargs)
@@ -161,7 +161,7 @@ class Kernel:
         return "\n".join([*lines, f"→ {decision.backend.name}"])
 
     def _asked_for(self) -> dict[str, Backend]:
-        """The backends of this kernel that `heedful.backend` asks for."""
+        """The backends of this kernel that `heedful.backend` selects."""
         if _forced is None:
             return {}
         return {name: x for name, x in self.backends.items() if _forced in (_last(name), self._label(name))}
@@ -171,17 +171,17 @@ class Kernel:
         return [f'heedful.backend("{_forced}") was asked for'] if asked and name not in asked else None
 
     def _label(self, backend: str) -> str:
-        """ "kernel/backend"; a backend that is one of another kernel has such a name already."""
+        """ "kernel/backend"; unchanged if the name already includes a kernel."""
         return backend if "/" in backend else f"{self.name}/{backend}"
 
 
 def _last(backend: str) -> str:
-    """The backend of "kernel/backend"."""
+    """The part after the slash of "kernel/backend"."""
     return backend.rpartition("/")[2]
 
 
 def triton_unavailable(q) -> list[str]:
-    """Why no Triton kernel can run where q is, whatever the other inputs are."""
+    """Why no Triton kernel can run on the device of q; empty if one can."""
     if q.device.type != "cuda":
         return [f"Triton kernels run on a GPU, the inputs are on {q.device}."]
     if find_spec("triton") is None:
@@ -190,9 +190,9 @@ def triton_unavailable(q) -> list[str]:
 
 
 def triton_backend(module: str, name: str, *, relaunches: bool = False) -> Backend:
-    """The function `name` of a module of Triton programs, imported when inputs on a GPU first ask for it.
+    """A backend for the function `name` of a module of Triton kernels, imported on the first use with GPU inputs.
 
-    relaunches   the module has a function `relaunch`, which is that of the backend
+    relaunches   whether the module has a function `relaunch`, for `Backend.relaunch`
     """
 
     def run(*args, **kwargs):
@@ -208,26 +208,25 @@ def triton_backend(module: str, name: str, *, relaunches: bool = False) -> Backe
 
 
 def as_given(x):
-    """No autocast on the device of x: what a kernel raised to float32 must not be rounded again on the way."""
+    """Disable autocast on the device of x: it would round again what a kernel converted to float32."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def on_device(x: Tensor):
-    """Triton launches on the current device: make it that of x where it is not."""
+    """Make the device of x the current device, on which Triton launches."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
 
 
 def uncompiled(function: Function) -> Function:
-    """The function, which torch.compile neither traces nor traces through: it would unroll loops over the length.
+    """Exclude a function from torch.compile, including what it calls: tracing would unroll loops over the length.
 
     >>> uncompiled(lambda x: x + 1)(1)
     2
 
-    `torch.compiler.disable` does the same, but loads the compiler to do so: 140 MiB, and half of the time that it takes
-    to import heedful.
+    `torch.compiler.disable` does the same but imports the compiler: 140 MiB, and half of heedful's import time.
     """
 
     @wraps(function)
@@ -238,22 +237,22 @@ def uncompiled(function: Function) -> Function:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(call.__code__, skip)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):  # of another version of torch
+    except (AttributeError, TypeError):  # another version of torch
         return torch.compiler.disable(function)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
-# For the whole process, like torch's own backend switches: torch.compile can follow a global, not a context variable.
+# For the whole process, like torch's own backend switches: torch.compile can trace a global, not a context variable.
 _forced: str | None = None
 _names: dict[str, None] = {}
 """The backends of all kernels: each as "name" and as "kernel/name"."""
 RENAMED = {"groups": "cpu_groups"}
-"""Former names, which work with a warning."""
+"""Former names; they still work, with a warning."""
 
 
 def asked_for() -> str | None:
-    """The backend that `heedful.backend` asks for, if any."""
+    """The backend that `heedful.backend` selects, or None."""
     return _forced
 
 
@@ -268,9 +267,9 @@ def _force(name: str | None) -> Iterator[None]:
 
 
 class _Chooser:
-    """`with heedful.backend("torch"): …` runs every kernel that has that backend on it.
+    """`with heedful.backend("torch"): …` selects that backend for every kernel that has it.
 
-    "softmax/torch" asks for it in one kernel. The names are those that `heedful list` and `explain` show.
+    "softmax/torch" selects it for one kernel. `heedful list` and `explain` show the names.
     """
 
     @property
@@ -291,7 +290,7 @@ class _Chooser:
         return _force(name)
 
     def explain(self, mechanism, q, k, v, *, segments=None) -> str:
-        """Which backend `mechanism(q, k, v)` runs on, and what the others object to."""
+        """Which backend `mechanism(q, k, v)` runs on, and the objections of the others."""
         return mechanism.explain(q, k, v, segments=segments)
 
 

@@ -1,18 +1,19 @@
-"""The iteration of Nyström attention that goes to the pseudo-inverse (Razavi et al. 2014; arXiv:2102.03902, eq. 11).
+"""The iteration of Nyström attention that converges to a pseudo-inverse (Razavi et al. 2014; arXiv:2102.03902, eq. 11).
 
     definition  Z₀ = Wᵀ / (‖W‖₁ ‖W‖∞),   Z ← ¼ Z (13 I − P (15 I − P (7 I − P))),   P = W Z
     step        the bracket is 4 I + (I − P)(3 I − P)²: with N = (3 I − P)² = P² − 6 P + 9 I,
-                Z ← Z M,   M = I + ¼ (N − P N)                    four products, P made from W and Z each time
-                Where P is near 1, 13 − 15 + 7 − 1 would cancel, and 1 − P is what is left to do
-    last steps  Z_t X = Z M M' M'' X needs no later Z, only P' = P M = P + ¼ (P − P²) N, made from P alone:
+                Z ← Z M,   M = I + ¼ (N − P N)                    four products; each step computes P from W and Z
+                Near P = I the sum 13 − 15 + 7 − 1 would cancel; I − P, the remaining error, does not
+    last steps  Z_t X = Z M M' M'' X needs no later Z, only P' = P M = P + ¼ (P − P²) N, computed from P alone:
                 X ← X + ¼ N (X − P X),   P ← P + ¼ (P − P²) N     two products of r × r and two of r × e
-    gradients   Z₀ is Wᵀ times a number, so every P is a polynomial of W Wᵀ: symmetric, whatever W is. Of a gradient
-                G in such a matrix only (G + Gᵀ)/2 matters, and G N, N G are each other's transpose: three products for
-                four
+    gradients   Z₀ is Wᵀ times a number, so every P is a polynomial of W Wᵀ and symmetric for any W. Only the symmetric
+                part (G + Gᵀ)/2 of a gradient G in such a matrix matters, and G N, N G are each other's transpose: three
+                products instead of four
 
-A P made from P hands its rounding on, up to 13/4 times as large a step, where one made from W and Z starts afresh:
-hence only the last steps. In float32, Z X is then up to 2.8 times as far off as by the definition, and attention, its
-outputs and gradients, up to 1.4 times. (Gradients of all steps from P alone would save a tenth, 15 times as far off.)
+A P computed from the previous P inherits its rounding error, up to 13/4 times as large after a step; a P computed from
+W and Z does not. So only the last steps use P alone. In float32, the error of Z X is then up to 2.8 times that of the
+definition, and the error of attention (outputs and gradients) up to 1.4 times. (Gradients of all steps from P alone
+would save a tenth of the time, with errors 15 times as large.)
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from heedful.kernels.dispatch import as_given
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
 LAST = 3
-"""Steps that never form Z. One more would save 1½ products of r × r and double the error."""
+"""Last steps, which do not compute Z. One more would save 1½ products of r × r and double the error."""
 
 
 def iterated_inverse(W: Float[Tensor, "*b a c"], iterations: int) -> Float[Tensor, "*b c a"]:
-    """The iterate that converges to the pseudo-inverse of each matrix by itself, whatever its batch mates are.
+    """The iterate that converges to the pseudo-inverse of W. Each matrix of a batch is treated independently.
 
     >>> W = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
     >>> iterated_inverse(W, 10)
@@ -45,7 +46,7 @@ def iterated_inverse(W: Float[Tensor, "*b a c"], iterations: int) -> Float[Tenso
 
 
 def inverse_times(W: Float[Tensor, "*#b a c"], X: Float[Tensor, "*#b a e"], iterations: int) -> Float[Tensor, "*b c e"]:
-    """iterated_inverse(W, iterations) @ X, whose last steps never form the inverse; iterations is at least 1.
+    """iterated_inverse(W, iterations) @ X; the last steps never compute the inverse. `iterations` is at least 1.
 
     >>> inverse_times(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.ones(2, 1), 10).flatten()
     tensor([0.5000, 0.2500])
@@ -56,20 +57,20 @@ def inverse_times(W: Float[Tensor, "*#b a c"], X: Float[Tensor, "*#b a e"], iter
 
 
 def inverse_products(a: int, c: int, e: int, iterations: int) -> int:
-    """Multiply-adds of `inverse_times` with W (a, c) and X (a, e)."""
+    """The multiply-adds of `inverse_times` with W (a, c) and X (a, e)."""
     last = min(iterations, LAST)
     forming = (iterations - last) * 2 * a * a * (a + c) + a * a * c
     return forming + (last - 1) * 2 * a * a * (a + e) + 3 * a * a * e + a * c * e
 
 
 def _start(W: Float[Tensor, "*b a c"]) -> Float[Tensor, "*b c a"]:
-    """Z₀. ‖W‖₁ ‖W‖∞ ≥ σ_max² makes every eigenvalue of W Z₀ lie in [0, 1]."""
+    """Z₀. Since ‖W‖₁ ‖W‖∞ ≥ σ_max², every eigenvalue of W Z₀ lies in [0, 1]."""
     size = W.abs()
     return W.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]
 
 
 class _InverseTimes(torch.autograd.Function):
-    """Z_t X of W, Z₀ and X with one batch axis. The gradients in W and Z₀ are right together, where Z₀ follows W."""
+    """Z_t X from W, Z₀ and X with one batch axis. Only the sum of the gradients through W and Z₀(W) is right."""
 
     @staticmethod
     def forward(ctx, W, Z, X, iterations):
@@ -129,7 +130,7 @@ class _InverseTimes(torch.autograd.Function):
             G = torch.baddbmm(dR, P, dR, alpha=-1).add_(G)
         if H is None:
             return None, None, G, None
-        dW = torch.bmm(H, Z.mT)  # H is that of P = W Z
+        dW = torch.bmm(H, Z.mT)  # H is the gradient in P = W Z
         dZ.baddbmm_(W.mT, H)
         for Z, P, N, M in reversed(formed):
             dM = _symmetric(torch.bmm(Z.mT, dZ))
@@ -145,16 +146,16 @@ def _groups(tensors: list[Tensor], size: int) -> list[list[Tensor]]:
 
 
 def _squared(S: Float[Tensor, "*b a a"], P: Float[Tensor, "*b a a"]) -> Float[Tensor, "*b a a"]:
-    """(3 I − P)², written over S = P²."""
+    """(3 I − P)²; overwrites S = P²."""
     return _shifted(S.sub_(P, alpha=6), 9)
 
 
 def _shifted(X: Float[Tensor, "*b a a"], by: float) -> Float[Tensor, "*b a a"]:
-    """X + by · I, written over X."""
+    """X + by · I; overwrites X."""
     X.diagonal(dim1=-2, dim2=-1).add_(by)
     return X
 
 
 def _symmetric(G: Float[Tensor, "*b a a"]) -> Float[Tensor, "*b a a"]:
-    """What counts of a gradient in a symmetric matrix."""
+    """The symmetric part of G: the part of a gradient that matters for a symmetric matrix."""
     return (G + G.mT).mul_(0.5)

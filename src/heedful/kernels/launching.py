@@ -1,4 +1,4 @@
-"""Launching Triton programs: compiled once for each kind of inputs, called directly from then on."""
+"""Launch Triton kernels: compile once for each kind of inputs, then call the compiled kernel directly."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from torch import Tensor
 from heedful.kernels import parallel_compile
 
 INTERPRETED = triton.knobs.runtime.interpret
-# A float32 is the sum of three bfloat16, and of the nine products the three least are below its last bit. Tensor cores
-# take the other six in about the time of three of tf32, which lose two bits. The interpreter is exact anyway.
+# A float32 is the sum of three bfloat16 numbers. Of the nine products of two such sums, the three smallest lie below
+# the last bit of a float32. Tensor cores compute the other six (bf16x6) in about the time of three tf32 products
+# (tf32x3), which lose two bits. The interpreter computes exact products anyway.
 SIXFOLD = "ieee" if INTERPRETED else "bf16x6"
-# How a compiled kernel wants to be called is Triton's own affair: seen from 3.6 to 3.9; later ones are called its way.
+# The calling convention of a compiled kernel is private to Triton. We know it for 3.6 to 3.9; for later versions we use
+# Triton's own launch.
 KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 10)
 
 
 def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[], tuple]) -> None:
-    """Launches what `describe` says, which is what `first` takes; from the second time on by the compiled program.
+    """Launch the kernel that `describe` returns; from the second call on, call the compiled program directly.
 
-    Triton's own launch looks at every argument again, up to 50 µs each time. `ready` belongs to inputs of one kind,
-    and with the key it must stand for all that Triton looks at: dtypes, alignment, the integers and the grid.
+    describe   returns the arguments of `first` after `pointers`
+    ready      compiled programs for inputs of one kind
+
+    Triton's own launch inspects every argument again, up to 50 µs per launch. So `ready` and `key` together must
+    determine all that Triton inspects: dtypes, alignment, the integers and the grid.
     """
     known = ready.get(key)
     if known is None:
@@ -38,15 +43,15 @@ def launch(ready: dict, key: Hashable, pointers: Sequence, describe: Callable[[]
 
 
 class LaunchCache(dict):
-    """What launches need to know, by kind of input: sizes, constants, compiled programs.
+    """Launch data by kind of input: sizes, constants, compiled programs.
 
-    The key must hold all that Triton looks at: sizes, strides, dtypes, alignment, device. A full cache starts afresh.
+    The key must hold all that Triton inspects: sizes, strides, dtypes, alignment, device. A full cache is cleared.
     """
 
     MOST = 1024
 
     def find(self, key: Hashable, make: Callable[..., Any], *args) -> Any:
-        """What is cached for the key; if nothing is, make(*args), which is cached from then on."""
+        """Return the entry for the key; on a miss, cache and return make(*args)."""
         found = self.get(key)
         if found is None:
             if len(self) >= self.MOST:
@@ -56,10 +61,10 @@ class LaunchCache(dict):
 
 
 class Program:
-    """A compiled kernel with its grid, integers and constants: only the addresses are left to give.
+    """A compiled kernel with its grid, integers and constants; a call passes only the addresses.
 
-    Of a tensor Triton asks the driver where it lies; of an address it asks nothing. Hooks, which profilers set, are
-    looked for each time, but an empty chain of them is not called.
+    For a tensor, Triton asks the driver where it lies; for an address it does not. Each call checks for launch hooks,
+    which profilers set, but does not call an empty chain of hooks.
     """
 
     __slots__ = ("grid", "handles", "rest", "run", "watched")
@@ -79,58 +84,60 @@ class Program:
 
 
 def _stream() -> int:
-    """The stream that torch would use; Triton's own way to it takes longer than the launch."""
+    """torch's current stream; Triton's own lookup takes longer than the launch."""
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def current_stream() -> int:
-    """The stream that launches go to; 0 where there are none."""
+    """The stream that launches use; 0 under the interpreter."""
     return 0 if INTERPRETED else _stream()
 
 
 def current_device() -> int:
-    """The device that launches go to; -1, like the device of a tensor that is on none, where there are none."""
+    """The device that launches use; −1 under the interpreter, like `Tensor.get_device` of a CPU tensor."""
     return -1 if INTERPRETED else torch._C._cuda_getDevice()
 
 
 def first(
     pointers: Sequence, kernel: Any, grid: tuple[int, ...], numbers: Sequence, constants: dict, options: dict
 ) -> Program | None:
-    """Compiles, launches, and returns what a further launch needs; None where nothing is compiled."""
+    """Compile and launch a kernel; return the program for further launches, or None under the interpreter."""
     compiled = kernel[grid](*pointers, *numbers, **constants, **options)
     rest = [constants[x] for x in kernel.arg_names[len(pointers) + len(numbers) :]]
     return None if INTERPRETED else Program(compiled, grid, (*numbers, *rest))
 
 
 def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every output and workspace is born here, so that a test can fill it with NaN first."""
+    """An uninitialised tensor. Every output and workspace comes from here, so that a test can fill it with NaN."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def packed(x: Tensor) -> Tensor:
-    """Tokens whose coordinates lie side by side, as the programs read them."""
+    """x with stride 1 along the last axis, as the kernels read it; a copy where it has another."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def steps(*tensors: Tensor) -> tuple[int, ...]:
-    """From one batch entry, head and token of each tensor to the next."""
+    """The strides of the batch, head and token axes of each tensor."""
     return tuple(step for x in tensors for step in x.stride()[:3])
 
 
 def either(pointer: Tensor | None, other: Tensor) -> Tensor:
-    """Triton wants a pointer even where the program never reads it."""
+    """The pointer, or `other` if it is None: Triton needs a pointer even if the kernel never reads it."""
     return other if pointer is None else pointer
 
 
 def learns(*tensors: Tensor | None) -> bool:
-    """Whether anything asks for a gradient; where nothing does, autograd's bookkeeping is left out."""
+    """True if any tensor needs a gradient; otherwise the caller skips autograd."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def precision(dtype: torch.dtype, *, pairs: bool = False) -> str:
-    """Of a product of float32 operands: tf32 holds all of a float16, six products of bfloat16 all of a float32.
+    """Triton's precision for a product of float32 operands that hold values of this dtype.
 
-    Triton 3.6 does not compile a product of pairs of columns in plain tf32.
+    tf32 represents every float16 exactly, and bf16x6 every float32.
+
+    pairs   the operand's columns come in pairs; Triton 3.6 does not compile such a product in plain tf32
     """
     if dtype == torch.float16:
         return "tf32x3" if pairs else "tf32"
@@ -138,10 +145,10 @@ def precision(dtype: torch.dtype, *, pairs: bool = False) -> str:
 
 
 def columns(x: int) -> int:
-    """Of a tile for x of them: a power of two, 64 at least, for which the interpreter has no reason.
+    """The width of a tile for x columns: a power of two, at least 64 (at least 16 under the interpreter).
 
-    Of narrower tiles Triton 3.6 and 3.7 may compile a wgmma that reads shared memory where there is none (its issues
-    10573 and 11366); and they took as long.
+    For narrower tiles, Triton 3.6 and 3.7 may compile a wgmma instruction that reads outside shared memory (Triton
+    issues 10573 and 11366). Narrower tiles were no faster either.
     """
     return max(16 if INTERPRETED else 64, power(x))
 

@@ -1,7 +1,8 @@
-"""The first training call compiles the programs of both passes in parallel, before it launches any.
+"""The first training call compiles the kernels of both passes in parallel, before it launches any.
 
-Both passes run once with launches that only compile. One program takes up to six seconds to compile, and a call with
-its backward pass launches up to a dozen: one after the other, the first call of float32 heads took half a minute.
+Both passes run once in a mode in which a launch only compiles. One kernel takes up to six seconds to compile, and a
+forward and backward pass launch up to a dozen. Compiled one after the other, the first call of float32 heads took half
+a minute.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import triton
 from torch import Tensor
 
 WORKERS = min(8, os.cpu_count() or 1)
-COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)  # in this thread alone: others go on launching
+COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)  # for this thread only: others launch as usual
 DONE = "compiled"
 
 
 class CompileContext:
-    """Stands for the context of an autograd function while its programs are compiled."""
+    """Replaces the context of an autograd function while its kernels compile."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
@@ -35,11 +36,11 @@ class CompileContext:
 
 
 def compile_both_passes(function: Any, ctx: Any, ready: dict, *inputs) -> None:
-    """Compile the programs of both passes of an autograd function; its forward pass calls this.
+    """Compile the kernels of both passes of an autograd function; the function's forward pass calls this.
 
-    ready   the compiled programs for inputs of this kind: nothing happens if this call is not the first of its kind
+    ready   the compiled programs for inputs of this kind; only the first call of a kind compiles
 
-    A program that does not compile raises its error when it is launched.
+    A kernel that does not compile raises its error when it is launched.
     """
     if DONE in ready or triton.knobs.runtime.interpret or COMPILING.get() or not any(ctx.needs_input_grad):
         return
@@ -49,7 +50,7 @@ def compile_both_passes(function: Any, ctx: Any, ready: dict, *inputs) -> None:
         with ThreadPoolExecutor(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             _run(function, CompileContext(ctx.needs_input_grad), inputs)
     except torch.OutOfMemoryError:
-        pass  # there may be room when the second pass comes; its programs are compiled one by one then
+        pass  # memory may be free by the backward pass; its kernels are compiled one by one then
     finally:
         COMPILING.reset(before)
 
@@ -61,5 +62,5 @@ def _run(function: Any, ctx: CompileContext, inputs: tuple) -> None:
 
 
 def compile_only(pointers, kernel, grid, numbers, constants, options) -> None:
-    """Begin to compile a program."""
+    """Start to compile a kernel, without a launch."""
     kernel.warmup(*pointers, *numbers, grid=grid, **constants, **options)

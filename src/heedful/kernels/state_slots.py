@@ -1,6 +1,7 @@
-"""What kernels share that carry a state from chunk to chunk: outputs laid out as the inputs are, and slots of states.
+"""Output layouts and state slots, shared by the kernels that carry a state from chunk to chunk.
 
-A slot holds one head's state in float32: Sᵀ row by row, e × r, then z where the outputs are normalised.
+An output has the memory order of its input. A slot holds one head's state in float32: Sᵀ row by row (e × r), then z if
+the outputs are normalised.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Layout = tuple[tuple[int, ...], bool]
 
 
 class Sizes(Protocol):
-    """Of a setup: r features made of d columns, values of width e, and whether there is a normaliser."""
+    """Sizes of a setup: r features computed from d columns, values of width e, and whether there is a normaliser."""
 
     r: int
     d: int
@@ -25,21 +26,21 @@ class Sizes(Protocol):
 
 
 def layout(like: Tensor, heads: int) -> Layout:
-    """Sizes in the memory order of `like`, and whether that is tokens before heads."""
+    """The sizes (without width) in the memory order of `like`, and True if tokens come before heads in that order."""
     B, _, n, _ = like.shape
     swapped = like.stride(1) < like.stride(2)
     return ((B, n, heads) if swapped else (B, heads, n)), swapped
 
 
 def tokens(layout: Layout, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(B, heads, n, width) of the type of `like`: heads before tokens, or in memory tokens before heads."""
+    """An empty tensor (B, heads, n, width) in this layout; its dtype is that of `like` unless given."""
     shape, swapped = layout
     x = launching.empty((*shape, width), like, like.dtype if dtype is None else dtype)
     return x.transpose(1, 2) if swapped else x
 
 
 def fill(sizes: Sizes, slots: Tensor, at: int, S: Tensor | None, z: Tensor | None) -> None:
-    """Puts a state (zero where there is none) into slot `at` of every head."""
+    """Write a state into slot `at` of every head; a missing S or z is written as zero."""
     slot = slots[:, :, at]
     slot.zero_()
     for there, x in zip(_views(sizes, slot), (S, z), strict=True):
@@ -48,13 +49,13 @@ def fill(sizes: Sizes, slots: Tensor, at: int, S: Tensor | None, z: Tensor | Non
 
 
 def state_in(sizes: Sizes, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-    """S (B, heads, r, e) and z (B, heads, r) out of one slot a head; z is None where nothing is normalised."""
+    """S (B, heads, r, e) and z (B, heads, r) read from one slot per head; z is None without a normaliser."""
     S, z = _views(sizes, slots)
     return S.flatten(2, 3), None if z is None else z.flatten(2, 3)
 
 
 def _views(sizes: Sizes, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-    """S (B, heads, sides, d, e) and z (B, heads, sides, d) in slots; the sides are cosines and sines, or one."""
+    """Views S (B, heads, sides, d, e) and z (B, heads, sides, d) of slots; sides: cosines and sines (2), or 1."""
     area, sides = sizes.r * sizes.e, sizes.r // sizes.d
     S = slots[..., :area].unflatten(-1, (sizes.e, sizes.d, sides)).permute(0, 1, 4, 3, 2)
     return S, slots[..., area:].unflatten(-1, (sizes.d, sides)).mT if sizes.normalise else None

@@ -1,4 +1,4 @@
-"""Tiles of tokens as the Triton programs of several kernels read and write them, and the features made of them."""
+"""Read and write tiles of tokens, and compute their features; shared by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _phi(x, shift, FEATURE: tl.constexpr):
 
 @triton.jit
 def read(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """A tile of tokens × columns as stored, zero outside and at padding, where there may be anything."""
+    """Load a tile of tokens × columns; zero outside the width and at tokens that are not `real` (padding)."""
     at = pointer + t[:, None] * stride + column[None, :]
     if EVEN_N and EVEN_C:
         return tl.load(at)
@@ -36,7 +36,7 @@ def read(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: 
 
 @triton.jit
 def write(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """Stores a tile of tokens × columns: what lies within the `left` tokens and the width."""
+    """Store a tile of tokens × columns: the part inside the first `left` tokens and the width."""
     at = pointer + t[:, None] * stride + column[None, :]
     if EVEN_N and EVEN_C:
         tl.store(at, tile)
@@ -46,7 +46,7 @@ def write(pointer, t, stride, column, width, tile, left, EVEN_N: tl.constexpr, E
 
 @triton.jit
 def _turn(turns, t, n, real, EVEN_N: tl.constexpr):
-    """The cosine and the sine of each token's angle, zero where no token is real."""
+    """The cosine and the sine of each token's angle; zero at tokens that are not real."""
     if EVEN_N:
         return tl.load(turns + t)[:, None], tl.load(turns + n + t)[:, None]
     else:
@@ -59,15 +59,15 @@ def features(
     pointer, shift, turns, t, n, stride, column, width, real,
     FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """φ of a tile. Outside it is φ(0), or zero where it has to be: with CLEAR = 1 at columns beyond the width
-    (if keys are zero there, queries may hold anything), with CLEAR = 2 also at tokens that are not real."""
+    """φ of a tile. Outside the tile the result is φ(0), or zero if CLEAR asks for it: CLEAR = 1 clears columns beyond
+    the width (if keys are zero there, queries may hold anything); CLEAR = 2 also clears tokens that are not real."""
     x = read(pointer, t, stride, column, width, real, EVEN_N, EVEN_C).to(tl.float32)
     s = t
     if FEATURE == "exp":
         s = tl.load(shift + t, mask=real, other=0)
     phi = _phi(x, s, FEATURE)
     if FEATURE == "elu1" or FEATURE == "exp":
-        # at columns beyond the width a shift far below zero makes exp infinite: zero times it is no zero
+        # Beyond the width, a shift far below zero makes exp infinite, and 0 · ∞ is NaN.
         if (CLEAR > 0 or FEATURE == "exp") and not EVEN_C:
             phi = tl.where((column < width)[None, :], phi, 0.0)
         if CLEAR == 2 and not EVEN_N:
@@ -83,7 +83,7 @@ def pulled(
     grad, pointer, shift, turns, t, n, stride, column, width, real,
     FEATURE: tl.constexpr, TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
 ):  # fmt: skip
-    """A gradient of features brought back to their columns: φ′ is in φ, and what was turned is turned back."""
+    """The gradient in the columns from that in their features, by φ′ (computed from φ) and the reverse rotation."""
     if TURNED:
         cosine, sine = _turn(turns, t, n, real, EVEN_N)
         first, second = tl.split(tl.reshape(grad, (grad.shape[0], column.shape[0], 2)))

@@ -1,8 +1,8 @@
-"""Features, and what both forms make of their inputs besides: runs of segments, decays of tokens, shifts of exponents.
+"""Features, and the other inputs that both backends prepare: runs of segments, decays of tokens, shifts of exponents.
 
-In Triton `exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys seen so far
-in the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is a log-decay, so nothing overflows and nothing
-looks ahead; the shift leaves numerator and denominator alike. In torch each feature has a scale of its own (logs.py).
+In Triton `exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys so far in
+the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is a log-decay, so nothing overflows and nothing
+looks ahead; the shift cancels between numerator and denominator. In torch each feature has its own scale (logs.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LOG2E = 1 / log(2)
 
 
 class LinearState(NamedTuple):
-    """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs); 2r for r where there are angles.
+    """S (B, Hs, r, e) and z (B, Hs, r) in float32 (float64 for float64 inputs); with angles 2r instead of r.
 
-    Hs is the number of key heads, or of query heads where there is a decay (it belongs to query heads). z is
-    None where nothing is normalised. With `exp` features both are to be multiplied by exp(log_scale) (B, Hs, r): each
-    feature is on a scale of its own.
+    Hs is the number of key heads, or of query heads if there is a decay (which belongs to query heads). z is None
+    without a normaliser. With `exp` features both must be multiplied by exp(log_scale), (B, Hs, r): each feature has
+    its own scale.
     """
 
     S: Tensor
@@ -34,10 +34,10 @@ _last_runs: tuple = (None, None, None)
 
 
 def runs(segments: Tensor) -> tuple[Tensor, bool]:
-    """Codes (B, n) int32, and whether every segment is one run of tokens (padding aside).
+    """Codes (B, n) int32, and True if every segment is one run of tokens (padding aside).
 
-    A code is the count c of the token's run within its row, or −1 − c for padding after run c. The answer for
-    the last tensor seen is kept: the layers of a model share their segments, and asking waits for the device.
+    A code is the index c of the token's run within its row, or −1 − c for padding after run c. The result for the last
+    tensor is cached: the layers of a model share their segments, and the check synchronises with the device.
     """
     global _last_runs
     version = None if segments.is_inference() else segments._version
@@ -53,7 +53,7 @@ def runs(segments: Tensor) -> tuple[Tensor, bool]:
     previous = torch.where(before >= 0, segments.gather(-1, before.clamp(min=0)), segments)
     run = (real & (segments != previous)).cumsum(-1, dtype=torch.int32)
     contiguous = True
-    if (real & (segments < previous)).any():  # ids that only rise need no counting
+    if (real & (segments < previous)).any():  # ascending ids are runs; others must be counted
         ids = torch.nn.functional.pad(segments.clamp(min=-1).sort(-1).values, (1, 0), value=-1)
         distinct = (ids[..., 1:] != ids[..., :-1]).sum(-1)
         contiguous = bool((run[..., -1] + real.any(-1) == distinct).all())
@@ -63,7 +63,7 @@ def runs(segments: Tensor) -> tuple[Tensor, bool]:
 
 
 def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
-    """(B, H, n), zero at padding, which does not decay: a padded sequence gives what the bare one gives."""
+    """The decay of each token, (B, H, n); zero at padding, so padding does not change the results."""
     if log_decay is None:
         return None
     decay = log_decay.to(dtype)
@@ -72,15 +72,15 @@ def token_decay(log_decay, code, B, H, n, dtype) -> Tensor | None:
 
 
 def turns_of(angles: Tensor, B: int, dtype: torch.dtype) -> Tensor:
-    """(B, n, 2), the cosine and the sine of each token's angle."""
+    """The cosine and the sine of each token's angle, (B, n, 2)."""
     return torch.stack([angles.cos(), angles.sin()], -1).to(dtype).expand(B, -1, -1)
 
 
 def exp_shifts(q, k, causal, code):
-    """Shifts of q (B, H, n) and k (B, Hkv, m), and where causal the decay that moving from one to the next is.
+    """Shifts of q (B, H, n) and of k (B, Hkv, m); if causal, also the log-decay between the shifts of adjacent tokens.
 
-    Causal: s_t = max(s_{t−1}, max_r k_t), starting anew in each segment. Otherwise s is the maximum over the segment.
-    The result does not depend on it: no gradient goes through.
+    Causal: s_t = max(s_{t−1}, max_r k_t), restarted in each segment. Otherwise s is the maximum over the segment.
+    The result does not depend on the shifts, so no gradient flows through them.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     top = k.detach().amax(-1).to(torch.float64)
@@ -89,7 +89,7 @@ def exp_shifts(q, k, causal, code):
     if code is not None:
         top = top.masked_fill((code < 0)[:, None], -torch.inf)
         run = torch.maximum(code, -1 - code).long()[:, None]
-    # a running maximum that starts anew with each run: lift run c by c · 2³⁰, far above any key there is
+    # A running maximum that restarts with each run: add c · 2³⁰ to run c, far more than any key.
     lift = run * 2.0**30
     s = (top.clamp(-(2.0**29), 2.0**29) + lift).cummax(-1).values - lift
     if not causal:
@@ -106,7 +106,7 @@ def exp_shifts(q, k, causal, code):
 
 
 def exp_state(k, v, code) -> LinearState:
-    """S, z and the scale of each feature after the last token, of the last segment, in float32 or better."""
+    """S, z and the scale of each feature after the last token of the last segment, in float32 or better."""
     wide = torch.float64 if k.dtype == torch.float64 else torch.float32
     y = k.to(wide)
     if code is not None:
@@ -132,7 +132,7 @@ def features(x, feature, shift, real, dtype, turns=None):
 
 
 class _Elu1(torch.autograd.Function):
-    """elu(x) + 1 without losing e^x beside 1, in few passes; keeps its result, as the product does anyway."""
+    """elu(x) + 1 in few passes, without losing e^x beside 1; saves its result, as the product does anyway."""
 
     @staticmethod
     def forward(ctx, x):
@@ -147,12 +147,12 @@ class _Elu1(torch.autograd.Function):
 
 
 def turned(x, turns):
-    """[x cos, x sin], where there are angles."""
+    """[x cos, x sin] if there are angles, otherwise x."""
     return x if turns is None else torch.cat([x * turns[..., :1], x * turns[..., 1:]], -1)
 
 
 def _turned_back(x, turns):
-    """The way back, of features and of gradients alike: cos² + sin² = 1."""
+    """The reverse rotation, for features and for gradients alike: cos² + sin² = 1."""
     if turns is None:
         return x
     r = x.shape[-1] // 2
@@ -160,12 +160,12 @@ def _turned_back(x, turns):
 
 
 def exp_(x):
-    """e^x in place. On a CPU torch's exp is MKL's, 3 times slower than exp2 and 20 times where the result vanishes."""
+    """e^x in place. On a CPU, torch's exp (MKL) is 3 times slower than exp2, 20 times if the result underflows."""
     return x.mul_(LOG2E).exp2_()
 
 
 def pulled(grad, phi, feature, turns, real):
-    """Through the features, in place: their derivative is in what they are, zero at padding."""
+    """Multiply a gradient in features by their derivative, computed from the features; in place, zero at padding."""
     grad, phi = _turned_back(grad, turns), phi if feature == "identity" else _turned_back(phi, turns)
     match feature:
         case "elu1":

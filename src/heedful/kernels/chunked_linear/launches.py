@@ -1,4 +1,4 @@
-"""How the kernels are laid out and launched: the table of configurations, what a call's launches share."""
+"""The table of configurations of the kernels, and the setup that the launches of a call share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from heedful.kernels.state_slots import layout
 
 
 class Config(NamedTuple):
-    """Of one kernel: columns a program takes of the axis it may split, warps, stages, most registers."""
+    """Of one kernel: columns per program on the axis that it may split, warps, stages, most registers."""
 
     split: int
     warps: int
@@ -25,8 +25,8 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-# Chosen on an H200 with benchmarks/gpu_chunked_linear.py --tune; walks of width 256 and float32 by what fits alone.
-# The key is the width (features and e up to it) and the operands; a block is that many tokens.
+# Chosen on an H200 with benchmarks/gpu_chunked_linear.py --tune; "walk" of width 256 and float32 only by what fits.
+# The key is the width (features and e up to it) and the operands; the value is the number of tokens per block.
 BLOCKS = {
     (64, "bf16"): 64,
     (128, "bf16"): 64,
@@ -35,7 +35,7 @@ BLOCKS = {
     (128, "fp32"): 32,
     (256, "fp32"): 16,
 }
-# Tokens that one program walks in less time than several take with a second launch, if half the card is idle.
+# Up to this many tokens, one program is faster than several with a second launch, if half of the GPU is idle.
 WALKED = {
     (64, "bf16"): 2048,
     (128, "bf16"): 1024,
@@ -80,7 +80,7 @@ CONFIGS = {
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
     (256, "fp32"): dict.fromkeys(LAUNCHES, Config(64, 8, 1)),
 }
-# Turned features are twice as wide as what they are made of, but the values are not: a program has room for more.
+# With angles, features are twice as wide as their columns but values are not, so a program has registers for more.
 TURNED = {
     (128, "bf16"): CONFIGS[128, "bf16"]
     | dict(
@@ -92,16 +92,16 @@ TURNED = {
     ),
     (256, "bf16"): CONFIGS[256, "bf16"] | dict(adjoints=Config(64, 4, 2)),
 }
-PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times over
-LONGEST = 2048  # tokens a chunk
+PROGRAMS = 512  # chunks in flight that fill 132 multiprocessors a few times
+LONGEST = 2048  # tokens per chunk
 SHORTEST = 128
-MANY = 256  # rows that fill the card without chunks; half of them do where the sequence is short
-FEW = 8  # chunks whose states a program adds up by itself
-LITTLE = 1 << 18  # tokens of all heads that take the card less time than the host
+MANY = 256  # rows that fill the GPU without chunks; half as many for short sequences
+FEW = 8  # chunks whose states a program adds by itself
+LITTLE = 1 << 18  # tokens over all heads below which calls are CPU-bound
 
 
 class Room:
-    """Float32 buffers, each aligned, out of one allocation; the second holds slots, the last one state a head."""
+    """Aligned float32 buffers in one allocation; the second holds slots, the last one state per head."""
 
     def __init__(self, slots: tuple[int, int, int, int], *sizes: int):
         first, *others = sizes
@@ -112,7 +112,7 @@ class Room:
         self.bytes = [4 * x for x in self.offsets]
 
     def parts(self, x: Tensor, compiled: bool) -> Sequence:
-        """The buffers; as addresses, which are quicker to make, once the kernels are compiled."""
+        """The buffers; as addresses, which are faster to create, once the kernels are compiled."""
         if compiled:
             start = x.data_ptr()
             return [start + offset for offset in self.bytes]
@@ -129,16 +129,16 @@ class Room:
 
 
 def span(n, rows) -> int:
-    """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
+    """Tokens per chunk: the longest chunk that still gives every multiprocessor several chunks."""
     chunks = max(1, over(PROGRAMS, rows))
     return min(LONGEST, max(SHORTEST, power(over(n, chunks))))
 
 
 def joined(n, rows, chunks, kind) -> int:
-    """Launches of a forward pass. One walks the whole sequence; in two each chunk adds up the states before it.
+    """The number of launches of a forward pass: 1 without chunks; with 2 each chunk adds the states before it.
 
-    A walk takes its time a block however idle the card is beside it, so there have to be heads enough, or hardly
-    anything to walk. It reads keys and values once, not twice, and has no workspace for states.
+    A program that processes a whole sequence takes the same time per block however idle the GPU is, so a single launch
+    needs many heads or a short sequence. It reads keys and values once, not twice, and needs no workspace for states.
     """
     little = rows * n <= LITTLE
     if n <= SHORTEST or (rows >= MANY // 2 and n <= WALKED[kind] and little) or (rows >= MANY and kind == (64, "bf16")):
@@ -147,12 +147,12 @@ def joined(n, rows, chunks, kind) -> int:
 
 
 def merged(n, rows) -> bool:
-    """Whether dq is made in one launch with dk and dv: a gain where the card waits for the host, a loss elsewhere."""
+    """True if one launch computes dq, dk and dv: faster while calls are CPU-bound, slower otherwise."""
     return rows * n <= LITTLE
 
 
 class ChunkedSetup:
-    """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
+    """Data shared by the launches for inputs of one kind: sizes, the kernels' constants, the compiled kernels."""
 
     def __init__(self, q, k, v, decay, code, turned, feature, normalise, causal, heads, given):
         self.B, self.H, self.n, self.d = q.shape
@@ -182,7 +182,7 @@ class ChunkedSetup:
             DECAY=0 if decay is None else (1 if decay.ndim == 1 else 2),
             SEGMENTS=code is not None,
             TURNED=turned,
-            # the interpreter's dot does not know bfloat16
+            # the interpreter's dot does not support bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
             PRECISION=precision(q.dtype, pairs=turned),
             EVEN_N=self.n % self.block == self.m % self.block == 0 and code is None,
@@ -197,11 +197,11 @@ class ChunkedSetup:
             self.rows = rows_of(self.ready, sizes, CAUSAL=causal, SEGMENTS=code is not None, **own)
 
     def parts(self, name) -> int:
-        """In how many parts the features are split where a launch of that name splits them."""
+        """The number of parts into which launches of this name split the features."""
         return 1 if self.narrow else over(self.R, self.configs[name].split)
 
     def _room(self, tokens, given) -> Room:
-        """A number a query (den, δ), slots, what chunks keep, z before (y after) each block, the state at the end."""
+        """Buffers: one number per query (den, δ), slots, keeps of chunks, z before (y after) each block, last state."""
         walk, rows, chunks = self.launches == 1, self.B * self.heads, over(tokens, self.span)
         slots = 0 if walk and not given else chunks + 1
         sums = rows * over(tokens, self.block) * self.r * self.normalise * self.causal
@@ -213,29 +213,29 @@ SETUPS = LaunchCache()
 
 
 def key(q, k, v, feature, normalise, causal, rest) -> tuple:
-    """What Triton would look at: sizes, strides, dtype, alignment, device; `rest` stands for other tensors."""
+    """All that Triton inspects: sizes, strides, dtype, alignment, device; `rest` stands for the other tensors."""
     at = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
     sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
     return *sizes, at, q.dtype, q.device, feature, normalise, causal, rest
 
 
 def setup(key, *inputs) -> ChunkedSetup:
-    """One setup for inputs that Triton would treat alike."""
+    """The cached setup for inputs that Triton would treat alike."""
     return SETUPS.find(key, ChunkedSetup, *inputs)
 
 
 def launch(setup, key, pointers, describe):
-    """One of the setup's launches, as `describe` tells it: name, kernel, grid, numbers, constants."""
+    """Run a launch of the setup. `describe` returns its name, kernel, grid, numbers and constants."""
     launching.launch(setup.ready, key, pointers, lambda: told(setup, *describe()))
 
 
 def first(setup, pointers, *description):
-    """Compiles, launches, and returns what a further launch needs."""
+    """Compile and launch; return the program for further launches."""
     return launching.first(pointers, *told(setup, *description))
 
 
 def told(setup, name, kernel, grid, numbers, constants):
-    """What is launched, with the setup's constants and the configuration of that name."""
+    """The arguments of a launch, with the setup's constants and the configuration of that name."""
     config = setup.configs.get(name)
     if config is None:
         return kernel, grid, numbers, constants, dict(num_warps=4)
@@ -244,7 +244,7 @@ def told(setup, name, kernel, grid, numbers, constants):
 
 
 def parted(setup, name, splits, rows, chunks):
-    """The grid and the tile: one program for each row of heads, chunk and part of the axis that is split."""
+    """The grid and the tile: one program for each row of heads, chunk and part of the split axis."""
     R, E, parts, width = setup.R, setup.E, 1, setup.configs[name].split
     if splits == "r":
         R, parts = min(R, width), over(R, width)

@@ -1,4 +1,4 @@
-"""Chunked linear attention in plain torch: the same call as the Triton form, on any device, any float type.
+"""Chunked linear attention in plain torch: the same call as in Triton, on any device, in any float type.
 
 definition  o_i = Σ_j w_ij (φq_i·φk_j) v_j / Σ_j w_ij (φq_i·φk_j),   j of i's segment, j ≤ i if causal
             w_ij = Π_{j<t≤i} exp(log_decay_t) cos(angle_i − angle_j);  a row with a zero denominator is zero
@@ -10,7 +10,7 @@ gradients   of num and den: g = do / den, c = −do·o / den.  D = W ∘ (g vᵀ
             dφq = D φk + into (g Sᵀ + c zᵀ),   dφk = Dᵀ φq + leave (v Rᵀ + t),   dv = Pᵀ g + leave φk R
             R ← keep · R + (into · φq)ᵀ g,   t ← keep · t + Σ into · c φq,   backwards in time
             d log_decay_t = Σ_{i≥t} (φq_i·dφq_i − φk_i·dφk_i) + ⟨S_n, R_n⟩ + ⟨z_n, t_n⟩
-angles      cos(a − b) = cos a cos b + sin a sin b: as many features again, [φ cos, φ sin] for φ above
+angles      cos(a − b) = cos a cos b + sin a sin b: twice the features, [φ cos, φ sin] instead of φ
 cost        2n(c(r + e) + 2re) flops forward, state r(e + 1)
 """
 
@@ -41,7 +41,7 @@ def objections(
     state=None,
     stateful=True,
 ) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do. New segments wait for the device."""
+    """Why these inputs are invalid, in sentences; empty if they are valid. New segments synchronise with the device."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return [f"q, k, v must be (batch, heads, tokens, width), got {q.ndim}, {k.ndim} and {v.ndim} axes."]
     (B, H, n, r), (_, Hkv, m, e) = q.shape, v.shape
@@ -112,9 +112,9 @@ def chunked_linear(
     """Linear attention and the state after the last token.
 
     log_decay   (H,), or (B, H, n)
-    angles      (B, n) or (1, n): a weight is multiplied by cos(angle_i − angle_j), as cosFormer's are. Where there are
-                more keys than queries, or fewer, there is one for each of the more; both end with the last of them
-    stateful    False where the state of exp features is not asked for, which may be None then
+    angles      (B, n) or (1, n): a weight is multiplied by cos(angle_i − angle_j), as in cosFormer. If the numbers of
+                keys and queries differ, there is one angle for each of the larger; both end with the last angle
+    stateful    False if the state of exp features is not needed; it may then be None
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> whole, _ = chunked_linear(q, k, v, feature="elu1")
@@ -161,7 +161,7 @@ def chunked_linear(
 
 
 def attend_to_logs(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention by exp features, and log Σ_{j ≤ i, r} exp(q_ir + k_jr), −∞ where a row sees nothing.
+    """Causal attention by exp features, and log Σ_{j ≤ i, r} exp(q_ir + k_jr); −∞ where a row sees nothing.
 
     q, k, v   (B, H, n, ·) in float32 or float64
     segments  (B, n), each one run of tokens
@@ -177,7 +177,7 @@ def attend_to_logs(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = No
 
 @uncompiled
 def _by_logs(q, k, v, decay, S, z, scale, code):
-    """Output, logarithms of normalisers, and S (B, H, r, e), z and its scale (B, H, 1, r) after the last token."""
+    """Output, logarithms of the normalisers, and S (B, H, r, e), z and its scale (B, H, 1, r) after the last token."""
     (B, H, _, r), e = q.shape, v.shape[-1]
     S = v.new_zeros(B, H, r, e) if S is None else S
     z = v.new_zeros(B, H, 1, r) if z is None else z
@@ -188,10 +188,10 @@ def _by_logs(q, k, v, decay, S, z, scale, code):
 
 
 def cancels(q: Tensor, log_decay: Tensor | None) -> bool:
-    """Whether a gradient is asked for that float32 can't give as well as the formula does.
+    """True if a gradient is needed that float32 can't compute as accurately as the direct formula.
 
-    That of one decay a head is a sum over tokens of gains less losses, each times its position, and it comes to pairs
-    times their distance: over 2048 tokens at λ = ½ half of the digits are lost.
+    The gradient of one decay per head is a sum over tokens of gains less losses, each times its position; the result
+    is a sum over pairs times their distance. Over 2048 tokens at λ = ½ the difference loses half of the digits.
     """
     learns = log_decay is not None and log_decay.ndim == 1 and log_decay.requires_grad and torch.is_grad_enabled()
     return learns and q.dtype == torch.float32

@@ -1,36 +1,36 @@
 """Linear attention in Triton: the same call as reference.py.
 
-Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
-triton_backward.py have the programs, launches.py the sizes. There are one to three launches forward, one to five back.
+This file launches the kernels, allocates their buffers, and saves what the backward pass needs. triton_forward.py and
+triton_backward.py have the kernels, launches.py the sizes. There are one to three launches forward, one to five back.
 
-    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
-    forward     states    each chunk by itself: Sᵀ = Σ_j leave_j v_j φk_jᵀ, z = Σ_j leave_j φk_j
+    tokens      in chunks, one program each, which processes its chunk in blocks with the state in registers
+    forward     states    each chunk alone: Sᵀ = Σ_j leave_j v_j φk_jᵀ, z = Σ_j leave_j φk_j
                 scan      x_c ← keep_{c−1} x_{c−1} + x_c over the chunks: the state before each chunk
                 outputs   each chunk from the state before it:  P = W ∘ φq φkᵀ
                           num = P v + into (φq S),  den = Σ_j P_ij + into (φq·z),  o = num / den
     backward    the normaliser is one more value column, so with ψ_i = φq_i / den_i and δ_i = do_i·o_i
                 dv_j  = Σ_i w_ij (φk_j·ψ_i) do_i          dφk_j = Σ_i w_ij (v_j·do_i − δ_i) ψ_i
                 dφq_i = Σ_j w_ij (do_i·v_j − δ_i) φk_j / den_i
-                adjoints  each chunk by itself: δ, Rᵀ = Σ_i into_i do_i ψ_iᵀ, y = −Σ_i into_i δ_i ψ_i
+                adjoints  each chunk alone: δ, Rᵀ = Σ_i into_i do_i ψ_iᵀ, y = −Σ_i into_i δ_i ψ_i
                 scan      the same backwards: R and y after each chunk
                 queries   forwards:   dφq = (D φk + into (do Sᵀ − δ zᵀ)) / den,  D = W ∘ (do vᵀ − δ 1ᵀ)
                 keys      backwards:  dφk = Dᵀ ψ + leave (v Rᵀ + yᵀ),  dv = (W ∘ ψ φkᵀ)ᵀ do + leave (φk R)
                 decay     b_i gains φq_i·dφq_i and loses φk_i·dφk_i; log_decay_t gets the sum of that over i ≥ t.
-                          What a pair of tokens adds to both has to be the same number, rounded alike: see README.md
-        exp         rows whose normaliser is faint are taken again in log space (triton_rows.py)
-    angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a in turn, made in registers;
-                their gradients are turned back there
-    joining     of few chunks the scan is left out: outputs, queries and keys add up the states they need (2 launches).
-                Of one chunk states and adjoints are too: z, y and δ are made in the walk (1 launch)
+                          A pair of tokens must add the same number to both, rounded alike: see README.md
+    exp         rows whose normaliser is faint are computed again in log space (triton_rows.py)
+    angles      cos(a_i − a_j) = cos cos + sin sin: twice the features, φ cos a and φ sin a alternating, computed in
+                registers; their gradients are rotated back there
+    joining     few chunks: no scan; outputs, queries and keys add the states that they need (2 launches)
+                one chunk: no states and adjoints either; the other kernels compute z, y and δ (1 launch)
     weights     b = cumsum of log_decay in the block;  W_ij = exp(b_i − b_j), into_i = exp(b_i),
                 leave_j = exp(b_last − b_j), keep = exp(b_last); zero between segments
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16,
-                tf32 for float16 (its mantissa without its overflow), six products of bfloat16 for float32
+                tf32 for float16 (the same mantissa, without overflow), bf16x6 for float32
 
-do and v go to the tensor cores as they lie in memory, only φk and ψ pass through registers: this is why 1/den
-stands on φq and the states are held transposed. z before each block is written by `states` (y after it by
-`adjoints`), so that no other walk has to sum over tokens. Each element is written by one program in a fixed
-order: runs are bit-equal. README.md has the floors, the measurements and what did not work.
+The tensor cores read do and v as they lie in memory; only φk and ψ pass through registers. This is why 1/den is applied
+to φq and the states are transposed. `states` writes z before each block (`adjoints` y after it), so that no other
+kernel has to sum over tokens. One program writes each element, in a fixed order: runs are bit-equal. README.md has the
+lower bounds, the measurements and what did not work.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def chunked_linear(
 ) -> tuple[Tensor, LinearState | None]:
     """Linear attention and the state after the last token; the same call as `reference.chunked_linear`.
 
-    Inputs are such that `objections` has none: the dispatcher has asked.
+    The caller must have checked `objections`; the dispatcher does.
     """
     heads = k.shape[1] if log_decay is None else q.shape[1]
     code = None if segments is None else runs(segments)[0]
@@ -148,9 +148,9 @@ def relaunch(
     decay: Tensor | None,
     angles: Tensor | None,
 ) -> Callable[..., Tensor] | None:
-    """The launches for inputs of this kind, a function of (q, k, v, decay, angles); None where inputs are copied first.
+    """A function of (q, k, v, decay, angles) that launches for inputs of this kind; None if inputs must be copied.
 
-    decay is (H,) in float32. There are no segments, no state before and none after.
+    decay is (H,) in float32. There are no segments, no initial state and no returned state.
     """
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return None
@@ -174,7 +174,7 @@ _TURNS = WeakIdKeyDictionary()
 
 
 def _turns(angles: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Cosines and sines, (B, 2, tokens), of the queries' angles and of the keys'; made once for a tensor of angles."""
+    """Cosines and sines (B, 2, tokens) of the angles of queries and of keys; cached for each tensor of angles."""
     if angles is None:
         return None, None
     B, n, m = q.shape[0], q.shape[2], k.shape[2]
@@ -188,7 +188,7 @@ def _turns(angles: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, 
 
 
 def _rest(heads, S, *tensors) -> tuple | None:
-    """What a setup depends on beside q, k and v; None where there is nothing of it."""
+    """What a setup depends on beside q, k and v; None if there is nothing else."""
     if S is None and all(x is None for x in tensors):
         return None
     return heads, S is not None, *(None if x is None else (x.ndim, x.data_ptr() % 16) for x in tensors)
@@ -211,7 +211,7 @@ def _scan_slots(setup, slots, keeps, end, chunks, given, reverse):
 
 
 def _attend(setup, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, stateful):
-    """The launches: o, the last state if it is asked for (as slots of Sᵀ and z), the workspaces."""
+    """Launch the forward pass; return o, the last state if requested (slots of Sᵀ and z), and the workspaces."""
     o = tokens(setup.like_q, q, setup.e)
     work = launching.empty((setup.forward.size,), q)
     final = launching.empty((setup.B, setup.heads, setup.slot), q) if stateful else None
@@ -248,7 +248,7 @@ def _attend(setup, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_
 
 
 class _Outputs(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, and of the workspace den, the states of chunks and z before each block."""
+    """The forward pass; saves q, k, v, o, and in the workspace den, the states of chunks and z before each block."""
 
     @staticmethod
     def forward(ctx, q, k, v, S, z, decay, code, shift_q, shift_k, turns_q, turns_k, setup, stateful):
@@ -271,11 +271,11 @@ def _pull_back(ctx, do, dS, dz):
     setup, given = ctx.setup, dS is not None or dz is not None
     do = torch.zeros_like(o) if do is None else packed(do)
     dq = tokens(setup.like_q, q, setup.d)
-    # with a decay a key head has one gradient for each query head: they are summed below
+    # With a decay a key head has one gradient per query head; they are summed below.
     dk, dv = tokens(setup.like_k, k, setup.d), tokens(setup.like_v, v, setup.e)
     clocked = decay is not None and ctx.needs_input_grad[5]
     incoming = *do.stride(), do.data_ptr() % 16, given, clocked
-    known = ("gradients", setup.merged, setup.narrow, True, incoming) in setup.ready  # the last of the launches
+    known = ("gradients", setup.merged, setup.narrow, True, incoming) in setup.ready  # the last launch is compiled
     den, slots, keeps, sums, spare = setup.forward.parts(work, known)
     if not setup.causal:
         slots = spare if final is None else final
@@ -349,7 +349,7 @@ def _pull_back(ctx, do, dS, dz):
 
 
 def _clock_gradient(setup, gain, loss, final, dS, dz, decay, code):
-    """The gradient of log_decay: what b gains and loses from each token on, and at the end what the last state gains.
+    """The gradient of log_decay: the gains and losses of b from each token on, plus the gain of the last state.
 
     The sums nearly cancel over a whole segment, so they are in float64.
     """

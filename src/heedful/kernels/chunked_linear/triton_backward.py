@@ -1,4 +1,7 @@
-"""The programs of the backward pass; triton.py says what they compute and launches them."""
+"""The kernels of the backward pass; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
@@ -97,7 +100,7 @@ def _dots(o, do, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: t
 
 @triton.jit
 def _precisely(a, S, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a S with all the digits of S: in three parts, where operands have a third of them."""
+    """a S with all bits of S: in three parts if operands have a third of the bits."""
     if OPERAND == tl.bfloat16 or PRECISION == "tf32":  # noqa: SIM300
         high = S.to(tl.bfloat16)
         rest = S - high.to(tl.float32)
@@ -112,7 +115,7 @@ def _precisely(a, S, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _flow(x, by, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """x·by, token by token, with `by` as rounded as it is where it goes into a product."""
+    """x·by for each token, with `by` rounded as it is when it is an operand of a product."""
     by = by.to(OPERAND).to(tl.float32)
     if PRECISION == "tf32":
         by = tf32(by)
@@ -232,9 +235,10 @@ def _keys(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's dk and dv; where the state is too wide for one program, dk alone splits r, dv alone e.
+    """One chunk's dk and dv. If the state is too wide for one program, separate programs compute dk, which splits r,
+    and dv, which splits e.
 
-    Sums over the query heads that share the state; n counts keys. Without CAUSAL all queries are in it.
+    Sums over the query heads that share the state; n counts keys. Without CAUSAL the sums include all queries.
     """
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -252,7 +256,7 @@ def _keys(
     v += batch * v_b + kv * v_h + skip * v_t
     dk += batch * dk_b + owner * dk_h + skip * dk_t
     dv += batch * dv_b + owner * dv_h + skip * dv_t
-    loss += (part * rows + row) * n + base  # a decay has no heads that share a state
+    loss += (part * rows + row) * n + base  # with a decay, heads do not share a state
     den += token
     delta += token
     shift_q += token
@@ -369,7 +373,7 @@ def gradients(
     EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dq of some programs, dk and dv of the others: each leaves multiprocessors idle that the other can use."""
+    """dq in some programs, dk and dv in the others: each leaves multiprocessors idle that the other can use."""
     pid = tl.program_id(0)
     if QUERIES:
         if pid < split:

@@ -1,4 +1,7 @@
-"""The programs of the forward pass, and the scan of both; triton.py says what they compute and launches them."""
+"""The kernels of the forward pass, and the scan of both; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
 from __future__ import annotations
@@ -73,7 +76,7 @@ def scan(
 ):  # fmt: skip
     """x_c ← keep_{c−1} x_{c−1} + x_c over the slots of a head, or x_c ← keep_c x_{c+1} + x_c backwards.
 
-    The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`.
+    The slot where the scan starts counts as zero unless GIVEN; the last value is also written to `end`.
     """
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64)
@@ -109,7 +112,7 @@ def outputs(
     TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's outputs from the state before it; splits e. In one launch the chunk is the whole sequence."""
+    """One chunk's outputs from the state before it; splits e. With one launch the chunk is the whole sequence."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -136,7 +139,7 @@ def outputs(
     keeps += owner * chunks
     WEIGHTED: tl.constexpr = DECAY > 0 or SEGMENTS
     S, z = state_before(slots, keeps, chunk, cr, ce, r, e, GIVEN, NORMALISE, WEIGHTED, CAUSAL, LAUNCHES)
-    writes = (part == 0) & (head % (H // HEADS) == 0)  # one program a state
+    writes = (part == 0) & (head % (H // HEADS) == 0)  # one program per state writes it
     if NORMALISE:
         sums += (owner * tl.cdiv(n, BLOCK) + base // BLOCK) * r + cr
     CLEAR: tl.constexpr = 2 if SEGMENTS or LAUNCHES == 1 else 1

@@ -1,13 +1,14 @@
-"""Rows whose normaliser is faint, taken again in log space: what both kernels with exponential features launch last.
+"""Compute rows with a faint normaliser again, in log space: the last launches of both kernels with exp features.
 
-    rows        o_i = Σ_j w_ij v_j,  w_ij = Σ_r 2^(a_ir + b_jr − lse_i),  keys streamed with a running maximum
+    rows        o_i = Σ_j w_ij v_j,  w_ij = Σ_r 2^(a_ir + b_jr − lse_i),  a loop over keys with a running maximum
     gradients   D_ij = do_i·v_j − do_i·o_i:  da_ir = Σ_j D_ij 2^(a_ir + b_jr − lse_i),  db_jr the same over i,
                 dv_j = Σ_i w_ij do_i
 
-The other programs shift features by the largest key so far, over all features. A row that needs features far below it
-has a normaliser near zero, or zero. Here such rows get their output; the other programs, which divide by a normaliser
-only where it is not faint, leave them out of every gradient, and here their share is added. Logarithms a and b are
-given (`chunked_linear`), or made of q, k and W (`random_features`, MADE). A program that has no such row ends at once.
+The other kernels shift all features by the largest key so far. A row that needs features far below that shift has a
+normaliser near zero, or zero. The kernels here compute the output of such rows. The other kernels, which divide by a
+normaliser only if it is not faint, leave these rows out of every gradient, and the kernels here add their share. The
+logarithms a and b are given (`chunked_linear`), or computed from q, k and W (`random_features`, MADE). A program
+without such a row ends at once.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from heedful.kernels.launching import over
 from heedful.kernels.random_features.triton_features import logs_of
 
 ROWS = 64
-"""Queries, or keys, that a program looks after."""
+"""Queries, or keys, per program."""
 KEYS = 16
-"""Keys at a time."""
+"""Keys per step of a loop."""
 
 
 @triton.jit
 def _rare(den, code, i, SEGMENTS: tl.constexpr):
-    """Whether row i is taken here: its normaliser is faint (or no number), and it is no padding."""
+    """True if row i is computed here: its normaliser is faint or NaN, and it is not padding."""
     rare = tl.load(den + i) < FAINT
     if SEGMENTS:
         rare = rare & (tl.load(code + i) >= 0)
@@ -64,7 +65,7 @@ def _key_logs(
     MADE: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms of the features of keys t from `at` on, (KEYS, R)."""
+    """The logarithms of the features from `at` on of the keys t, (KEYS, R)."""
     here = k + t.to(tl.int64)[:, None] * k_t
     if MADE:
         cd = tl.arange(0, D)
@@ -86,7 +87,7 @@ def outputs(
     SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The rare rows of a block of queries: o, lse; and whether there is one."""
+    """o and lse of the rare rows of a block of queries, and a flag that there is one."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
@@ -144,7 +145,7 @@ def outputs(
                         top = most
                 tl.store(o + i * o_t + ce, above / total, mask=ce < e)
                 tl.store(lse + i, top + tl.log2(total) / UNIT)
-                tl.store(den + i, 0.0)  # the other programs of the backward pass leave the row out
+                tl.store(den + i, 0.0)  # so that the other backward kernels leave the row out
 
 
 @triton.jit
@@ -227,7 +228,7 @@ def keys(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """What the rare rows of a head add to dk and dv of a block of keys; dk and dv have HEADS heads."""
+    """Add the contribution of a head's rare rows to dk and dv of a block of keys; dk and dv have HEADS heads."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, owner = row // HEADS, row % HEADS
@@ -254,7 +255,7 @@ def keys(
     flags += (batch * H + head) * blocks
     UNIT: tl.constexpr = 1.0 if MADE else LOG2E
     cd, ce = tl.arange(0, D), tl.arange(0, E)
-    none = row * 0  # with it a product of a token and a stride has 64 bits
+    none = row * 0  # makes the product of a token and a stride 64-bit
     some = 0.0
     for c in range(0, GROUP * blocks, 256):
         at_flag = c + tl.arange(0, 256)
@@ -315,7 +316,7 @@ def keys(
             if MADE:
                 inside = real[:, None] & (cd < d)[None, :]
                 y = tl.load(k + far * k_t + cd[None, :], mask=inside, other=0.0).to(tl.float32)
-                back = (back - 2 * curvature * share[:, None] * y) * LN2  # curvature is to base 2 and halved
+                back = (back - 2 * curvature * share[:, None] * y) * LN2  # curvature is in base 2 and halved
                 spot = dk + far * dk_t + cd[None, :]
                 tl.store(spot, tl.load(spot, mask=inside, other=0.0).to(tl.float32) + back, mask=inside)
                 if BIASED:
@@ -325,26 +326,26 @@ def keys(
 
 
 class Rows:
-    """The launches for inputs of one kind, and what they are given besides tokens.
+    """The launches for inputs of one kind, and their arguments beside tokens.
 
-    Where logarithms are given there is neither W nor a bias, and q stands for them.
+    If logarithms are given, there is neither W nor a bias, and q is passed in their place.
     """
 
     def __init__(self, ready: dict, sizes: dict[str, int], constants: dict[str, Any]):
         self.ready, self.sizes, self.constants = ready, sizes, constants
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """lse of rare rows (B, H, n), and whether each block of queries has any."""
+        """Buffers: lse of rare rows (B, H, n), and a flag for each block of queries that has any."""
         B, H, n, _ = q.shape
         return launching.empty((B, H, n), q), launching.empty((B, H, over(n, ROWS)), q)
 
     def outputs(self, q, k, v, o, made, code, den, lse, flags) -> None:
-        """Writes o in rare rows, and lse and flags."""
+        """Write o of the rare rows, lse and flags."""
         pointers = q, k, v, o, *made, code, den, lse, flags
         self._launch("outputs", outputs, "n", q.shape[1], pointers, (q, k, v, o), ())
 
     def gradients(self, q, k, v, o, do, dq, dk, dv, made, code, den, lse, flags, shares, curvature=0.0, key=()) -> None:
-        """Writes dq in rare rows, and adds what they give to dk, dv and shares."""
+        """Write dq of the rare rows, and add their contribution to dk, dv and shares."""
         pointers: tuple = q, k, v, o, do, dq, *made, code, den, lse, flags
         self._launch("queries", queries, "n", q.shape[1], pointers, (q, k, v, o, do, dq), key)
         pointers = q, k, v, o, do, dk, dv, *made, code, den, lse, flags, shares
@@ -368,7 +369,7 @@ class Rows:
 def rows_of(
     ready: dict, sizes: dict[str, int], *, H: int, KV: int, M: int, E: int, dtype: torch.dtype, **constants
 ) -> Rows:
-    """`constants` hold what a kernel that makes its features shares with these programs; others leave it out."""
+    """The launches for rare rows; `constants` are those of a kernel that computes its features, otherwise empty."""
     D = constants.pop("D", 16)
     R = min(M, 64 if D <= 64 else 32)
     every: dict[str, Any] = dict(WEIGHTS=1, MADE=False, BIASED=False, CAUSAL=True, SEGMENTS=False, SPLIT=False)

@@ -1,4 +1,4 @@
-"""What the programs of both passes share: a block's clock, its weights, the states before and after a chunk."""
+"""Code shared by the kernels of both passes: decays of a block, its weights, the states before and after a chunk."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from heedful.kernels.arithmetic import LOG2E, exp2, times
 
 @triton.jit
 def own_columns(start, r, R: tl.constexpr, TURNED: tl.constexpr):
-    """The columns of q and k that R features from `start` on are made of, and how many of them there are in all.
+    """The columns of q and k from which R features from `start` on are computed, and the number of columns in all.
 
-    Turned features stand in pairs, φ cos and φ sin side by side: a part of them is made of a part of the columns.
+    With angles, features come in adjacent pairs φ cos, φ sin, so a part of the features needs only some columns.
     """
     if TURNED:
         return start // 2 + tl.arange(0, R // 2), r // 2
@@ -22,7 +22,7 @@ def own_columns(start, r, R: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of the block at `start`: which tokens are real, b (to base 2), their runs, and into, leave, keep."""
+    """For the block at `start`: which tokens are real, b (base 2), their runs, and into, leave, keep."""
     i = tl.arange(0, BLOCK)
     t = start + i
     real = t < n
@@ -64,7 +64,7 @@ def clock(decay, code, start, n, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGME
 
 @triton.jit
 def weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, ADJOINT: tl.constexpr):
-    """W ∘ a for a[query, key]; for a[key, query] with ADJOINT."""
+    """W ∘ a for a[query, key]; with ADJOINT for a[key, query]."""
     i = tl.arange(0, BLOCK)
     seen = i[None, :] >= i[:, None] if ADJOINT else i[:, None] >= i[None, :]
     if SEGMENTS:
@@ -78,7 +78,7 @@ def weigh(a, b, run, BLOCK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.cons
 
 @triton.jit
 def held_state(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
-    """Sᵀ and z of a slot, of its first `rows` features."""
+    """Load the first `rows` features of Sᵀ and z from a slot."""
     S = tl.load(slot + ce[:, None] * r + cr[None, :], mask=(ce < e)[:, None] & (cr < rows)[None, :], other=0.0)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if NORMALISE:
@@ -88,7 +88,7 @@ def held_state(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
 
 @triton.jit
 def hold_state(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
-    """Stores them; of z the first `rows` features."""
+    """Store Sᵀ and the first `rows` features of z in a slot."""
     tl.store(slot + ce[:, None] * r + cr[None, :], S, mask=(ce < e)[:, None] & (cr < r)[None, :])
     if NORMALISE:
         tl.store(slot + r * e + cr, z, mask=cr < rows)
@@ -96,7 +96,7 @@ def hold_state(slot, cr, ce, r, e, S, z, rows, NORMALISE: tl.constexpr):
 
 @triton.jit
 def given_state(slot, cr, ce, r, e, GIVEN: tl.constexpr, NORMALISE: tl.constexpr):
-    """The state of a slot where one is given, which may be no memory at all where none is."""
+    """The state in a slot if GIVEN, otherwise zeros; then the slot need not be valid memory."""
     S = tl.zeros([ce.shape[0], cr.shape[0]], tl.float32)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if GIVEN:
@@ -110,7 +110,7 @@ def state_before(
     GIVEN: tl.constexpr, NORMALISE: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
     LAUNCHES: tl.constexpr,
 ):  # fmt: skip
-    """The state before a chunk: scanned already (3 launches), the sum of all chunks before it (2), or given (1)."""
+    """The state before a chunk: already scanned (3 launches), the sum of all chunks before it (2), or given (1)."""
     width = r * e + r if NORMALISE else r * e
     if LAUNCHES == 3:
         if CAUSAL:

@@ -18,17 +18,17 @@ from heedful.shapes import Float, Tensor
 
 KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last", "earlier")
 APART = 2
-"""Left and right context keep this far from the token itself: its neighbours have heads of their own."""
+"""Left and right context leave out tokens nearer than this: other heads attend to the neighbours."""
 
 
 def kind(v: Tensor, kinds: tuple[str, ...], n: int) -> tuple:
-    """What the choice of a backend and its launches depend on; on a GPU also what Triton looks at."""
+    """All that the choice of a backend and its launches depend on; on a GPU also what Triton inspects."""
     memory = (v.stride(), v.data_ptr() % 16) if v.is_cuda else None
     return v.shape, v.dtype, v.device, v.requires_grad, memory, kinds, n
 
 
 def objections(v, kinds: tuple[str, ...], n: int) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do."""
+    """Why these inputs are invalid, in sentences; empty if they are valid."""
     if v.ndim < 2 or not v.is_floating_point():
         return [f"v must be floating point (*batch, tokens, width), got {v.dtype} {tuple(v.shape)}."]
     said = []
@@ -42,7 +42,7 @@ def objections(v, kinds: tuple[str, ...], n: int) -> list[str]:
 
 
 def fixed_heads(v: Float[Tensor, "*b m e"], kinds: tuple[str, ...], n: int) -> Float[Tensor, "*b n e"]:
-    """The last n rows of A v, one kind for each head (the last batch axis) or one for all, in memory of their own.
+    """The last n rows of A v, as a new tensor; one kind for each head (the last batch axis) or one for all.
 
     >>> fixed_heads(torch.tensor([[1.0], [4.0], [10.0]]), ("previous",), 3).flatten()
     tensor([10.,  1.,  4.])
@@ -53,7 +53,7 @@ def fixed_heads(v: Float[Tensor, "*b m e"], kinds: tuple[str, ...], n: int) -> F
         rows = _rows(v, kinds[0], n)
         return rows if rows.shape[-2] == n else rows.expand(*rows.shape[:-2], n, -1).clone()
     parts, start = [], 0
-    for kind, run in groupby(kinds):  # neighbours of one kind go together
+    for kind, run in groupby(kinds):  # adjacent heads of one kind are computed together
         size = len(list(run))
         rows = _rows(v.narrow(-3, start, size), kind, n)
         parts.append(rows.expand(*rows.shape[:-2], n, -1))
@@ -62,7 +62,7 @@ def fixed_heads(v: Float[Tensor, "*b m e"], kinds: tuple[str, ...], n: int) -> F
 
 
 def _rows(v: Tensor, kind: str, n: int) -> Tensor:
-    """The rows of one kind, or the one row that all have in common."""
+    """The rows of one kind; a single row if all are equal."""
     m = v.shape[-2]
     match kind:
         case "current":

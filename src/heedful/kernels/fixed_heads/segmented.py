@@ -1,4 +1,4 @@
-"""Fixed heads under segments and words, in plain torch: with keys sorted by segment, each row is one place.
+"""Fixed heads with segments and words, in plain torch: among keys sorted by segment, each row reads one place.
 
 current, previous, next   the value at that place, or the mean of its word
 left, right               the weighted mean that ends, or begins, at that place
@@ -18,7 +18,7 @@ from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 def by_segment(
     v: Float[Tensor, "*b m e"], kind: str, layout: Layout, words: Int[Tensor, "*#b m"] | None, edge: str
 ) -> Float[Tensor, "*b n e"]:
-    """The rows of a fixed head of that kind; `edge` says whom row 0 of "previous" attends."""
+    """The rows of a fixed head of that kind; `edge` says which token row 0 of "previous" attends to."""
     m = v.shape[-2]
     order, ids, words, query_ids, query_positions = _in_order(layout, words)
     at = torch.arange(m, device=v.device)
@@ -40,24 +40,24 @@ def by_segment(
     elif kind != "last":
         x = weighted_prefix_mean(x, torch.ones_like(ids, dtype=torch.float64), first=breaks)
     if kind in ("start", "end", "last"):
-        # One place for all rows of a segment: spread as a mean with one weight, whose gradient is a sum in blocks.
+        # One place for all rows of a segment: spread it as a mean with one weight, whose gradient is a blockwise sum.
         here = begins if kind == "start" else ends
         x = weighted_prefix_mean(x, (at == here).double(), first=opens, reverse=kind != "start")
     return torch.where(some, take_rows(x, row).to(v.dtype), 0)
 
 
 def is_mean(kind: str, words: Tensor | None) -> bool:
-    """Whether rows are means, not single tokens."""
+    """True if rows are means, not single tokens."""
     return kind in ("left", "right", "start", "end") or words is not None
 
 
 def _places(
     kind: str, edge: str, lo: Tensor, hi: Tensor, own: Tensor, begins: Tensor, ends: Tensor
 ) -> Int[Tensor, "*s n"]:
-    """The key whose value, or whose mean so far, is each query's row.
+    """The key whose value, or whose running mean, is each query's row.
 
-    lo and hi are the first and last key of the query's segment, own the one at its position; begins and ends are those
-    of each key's word, which is the key itself where there are no words.
+    lo and hi are the first and last key of the query's segment, and own is the key at its position. begins and ends are
+    the first and last key of each key's word; without words, the key itself.
     """
 
     def begin(i: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _places(
 
 
 def _in_order(layout: Layout, words: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Keys sorted by segment: their order, ids and words; with ids and positions of the queries, all of one batch."""
+    """Keys sorted by segment (order, ids, words), and the ids and positions of the queries; all with the same batch."""
     given = (layout.query_ids, layout.key_ids) if words is None else (layout.query_ids, layout.key_ids, words)
     lead = broadcast_shapes(*(x.shape[:-1] for x in given))
     keys = layout.key_ids.expand(*lead, -1)
@@ -95,12 +95,12 @@ def _in_order(layout: Layout, words: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _differs(x: Int[Tensor, "*s m"]) -> Bool[Tensor, "*s m"]:
-    """Where an entry is not the one before it."""
+    """True where an entry differs from the one before it."""
     return pad(x[..., 1:] != x[..., :-1], (1, 0), value=True)
 
 
 def _extent(opens: Bool[Tensor, "*s m"]) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
-    """The first and the last place of the run that each place belongs to."""
+    """The first and the last place of the run to which each place belongs."""
     m = opens.shape[-1]
     at = torch.arange(m, device=opens.device).expand_as(opens)
     closes = pad(opens[..., 1:], (0, 1), value=True)
@@ -110,7 +110,7 @@ def _extent(opens: Bool[Tensor, "*s m"]) -> tuple[Int[Tensor, "*s m"], Int[Tenso
 
 
 def take_rows(x: Float[Tensor, "*#b m e"], index: Int[Tensor, "*s n"]) -> Float[Tensor, "*b n e"]:
-    """x[…, index, :], for an index of its own in each row of the batch."""
+    """x[…, index, :], with a different index for each batch entry."""
     if index.ndim == 1:
         return x.index_select(-2, index)
     batch = broadcast_shapes(x.shape[:-2], index.shape[:-1])

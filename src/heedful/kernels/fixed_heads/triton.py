@@ -3,10 +3,11 @@
     sums      of each span of tokens, for the heads that are means:  Σ a_c x_c
     rows      shifts copy; left and right add the spans before theirs and a running sum inside it:
               o = b_c Σ_{c' ≤ c−2} a_c' x_c';  start and end are the sum of all spans times b
-    weights   c counts from the end that the head starts at:  a_c = (c + 1)³,  b_c = 1 / W_{c−2},  W_c = ((c+1)(c+2)/2)²
-    gradient  the transpose of a head is one of the same form: a and b change places and c runs the other way
+    weights   c counts from the end at which the head starts:  a_c = (c + 1)³,  b_c = 1 / W_{c−2},
+              W_c = ((c+1)(c+2)/2)²
+    gradient  the transpose of a head has the same form: a and b are exchanged, and c runs in reverse
 
-All sums are of terms of one sign for values of one sign, in float32, in a fixed order. See README.md.
+All sums have terms of one sign for values of one sign; they are in float32, in a fixed order. See README.md.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
@@ -24,9 +25,9 @@ from heedful.kernels.fixed_heads import reference
 from heedful.kernels.fixed_heads.reference import KINDS
 from heedful.kernels.launching import INTERPRETED, LaunchCache, current_device, launch, over, power
 
-BLOCK = 128  # tokens a program holds at once
-SPANS = 256  # sums that a program may have to add up
-LONGEST = 1 << 24  # (c + 1)³ and W stay far inside float32
+BLOCK = 128  # tokens that a program holds at once
+SPANS = 256  # the most sums that a program has to add
+LONGEST = 1 << 24  # up to here (c + 1)³ and W are far inside the range of float32
 WARPS = {"num_warps": 4}
 SETUPS = LaunchCache()
 CURRENT, PREVIOUS, NEXT, LEFT, RIGHT, START, END, LAST, EARLIER = map(tl.constexpr, range(9))
@@ -49,7 +50,7 @@ def objections(v, kinds: tuple[str, ...], n: int) -> list[str]:
 
 
 def fixed_heads(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor:
-    """The last n rows of A v; the same call as `reference.fixed_heads`. The dispatcher has asked for objections."""
+    """The last n rows of A v; the same call as `reference.fixed_heads`. The dispatcher has checked `objections`."""
     batch, m = v.shape[:-2], v.shape[-2]
     heads = batch[-1] if batch else 1
     x = v if v.ndim == 4 else v.reshape(-1, heads, m, v.shape[-1])
@@ -60,7 +61,7 @@ def fixed_heads(v: Tensor, kinds: tuple[str, ...], n: int) -> Tensor:
 
 
 def relaunch(v: Tensor, kinds: tuple[str, ...], n: int) -> Callable[..., Tensor] | None:
-    """Both launches for values of this kind, or None where they are copied first, or learn."""
+    """Both launches for values of this kind; None if values must be copied first or need a gradient."""
     if v.ndim != 4 or len(kinds) != v.shape[1] or v.stride(-1) != 1 or (v.requires_grad and torch.is_grad_enabled()):
         return None
     setup, codes = _setup(v, n, v.shape[2], False), _codes(kinds, v.device)
@@ -78,7 +79,7 @@ _CODES: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
 
 
 def _codes(kinds: tuple[str, ...], device: torch.device) -> Tensor:
-    """The kinds as numbers on the device, sent there once."""
+    """The kinds as numbers on the device; cached."""
     key = kinds, device
     if key not in _CODES:
         _CODES[key] = torch.tensor([KINDS.index(kind) for kind in kinds], dtype=torch.int32, device=device)
@@ -86,7 +87,7 @@ def _codes(kinds: tuple[str, ...], device: torch.device) -> Tensor:
 
 
 class _FixedHeads(torch.autograd.Function):
-    """A linear map: its derivative is its transpose, and the other way round."""
+    """A linear map: its derivative is its transpose, whose derivative is the map."""
 
     @staticmethod
     def forward(ctx, x, codes, n, m, transposed):
@@ -100,7 +101,7 @@ class _FixedHeads(torch.autograd.Function):
 
 
 class FixedHeadsSetup:
-    """What both launches share for inputs that Triton would treat alike."""
+    """Data shared by both launches, for inputs that Triton would treat alike."""
 
     def __init__(self, x: Tensor, n: int, m: int, transposed: bool):
         B, H, _, e = x.shape
@@ -128,7 +129,7 @@ def _launch(x: Tensor, codes: Tensor, n: int, m: int, transposed: bool) -> Tenso
 
 
 def _setup(x: Tensor, n: int, m: int, transposed: bool) -> FixedHeadsSetup:
-    """One setup for inputs that Triton would treat alike."""
+    """The cached setup for inputs that Triton would treat alike."""
     key = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, n, m, transposed
     return SETUPS.find(key, FixedHeadsSetup, x, n, m, transposed)
 
@@ -148,20 +149,20 @@ def _cube(c):
 
 @triton.jit
 def _load(x, t, lo, m, column, stride, e):
-    """Rows t of x, which holds those from lo on: zero for any other."""
+    """Load rows t of x, which holds the rows from lo on; zero for any other."""
     at = (t - lo).to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x + at, mask=((t >= lo) & (t < m))[:, None] & (column < e)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _terms(x, kind, p, lo, m, column, stride, e, TRANSPOSED: tl.constexpr):
-    """a_c x_c at the places p of the running order; two places late for left and right."""
+    """a_c x_c at the places p of the running order; shifted by two places for left and right."""
     mirrored = (kind == RIGHT) | (kind == START)
     late = tl.where((kind == LEFT) | (kind == RIGHT), 2, 0)
     s = p - late
     inside = (s >= 0) & (s < m)
     if TRANSPOSED:
-        # left and right run the other way, start and end need no order
+        # left and right run in reverse; start and end need no order
         c = tl.where(late > 0, m - 1 - s, s)
         weight = tl.where(late > 0, tl.where(c >= 2, 1 / _total(tl.maximum(c - 2, 0)), 0.0), 1.0)
     else:
@@ -172,7 +173,7 @@ def _terms(x, kind, p, lo, m, column, stride, e, TRANSPOSED: tl.constexpr):
     return rows * tl.where(inside, weight, 0.0)[:, None]
 
 
-# Lengths are not compiled in: sequences of any length share one program.
+# Lengths are not compiled in: one kernel serves sequences of any length.
 LENGTHS = ["n", "m", "span", "spans"]
 
 
@@ -207,11 +208,11 @@ def _rows(
     kind = tl.load(codes + h)
     x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     column = part * E + tl.arange(0, E)
-    lo = m - n if TRANSPOSED else 0  # the first row that x has
-    first = 0 if TRANSPOSED else m - n  # and the first that out has
+    lo = m - n if TRANSPOSED else 0  # the first row of x
+    first = 0 if TRANSPOSED else m - n  # the first row of out
     out += row.to(tl.int64) * (m - first) * e
     before = (kind == LEFT) | (kind == RIGHT)
-    after = tl.where(before, here, spans)  # spans to add up
+    after = tl.where(before, here, spans)  # spans to add
     if (kind < LEFT) | (kind == EARLIER) | ((kind == LAST) & (not TRANSPOSED)):
         after = 0
     carry = tl.zeros([E], tl.float32)
@@ -256,7 +257,7 @@ def _rows(
 
 @triton.jit
 def _edge(x, kind, lo, m, column, stride, e):
-    """The sum of the two rows that attend to the first token (of a mirrored head, to the last)."""
+    """The sum of the two rows that attend to the first token (for a mirrored head, to the last)."""
     two = tl.arange(0, 2)
     t = tl.where(kind == RIGHT, m - 1 - two, two)
     return tl.sum(_load(x, t, tl.maximum(lo, 0), m, column, stride, e), 0)
@@ -264,13 +265,13 @@ def _edge(x, kind, lo, m, column, stride, e):
 
 @triton.jit
 def _shifted(x, kind, p, lo, m, column, stride, e, TRANSPOSED: tl.constexpr):
-    """Each row, or each token, the one beside it, going round; `earlier` stays at its first token instead."""
+    """For each row (or token, if TRANSPOSED) the one beside it, cyclically; `earlier` repeats its first token."""
     earlier = kind == EARLIER
     back = tl.where(kind == CURRENT, 0, tl.where(((kind == PREVIOUS) | earlier) != TRANSPOSED, 1, -1))
     t = p - back
     t = tl.where(t < 0, tl.where(earlier, 0, m - 1), tl.where(t >= m, tl.where(earlier, m, 0), t))
     value = _load(x, tl.where(p < m, t, m), lo, m, column, stride, e)
     if TRANSPOSED:
-        if earlier:  # token 0 has two rows, the last token none
+        if earlier:  # two rows attend to token 0, none to the last token
             value += tl.where(p == 0, 1.0, 0.0)[:, None] * _load(x, p * 0, lo, m, column, stride, e)
     return value

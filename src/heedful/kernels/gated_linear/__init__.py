@@ -1,6 +1,6 @@
 """Linear attention with gates that differ from token to token, segments and state.
 
-One signature, in plain torch and in Triton, where one gate for a whole head is a decay of `chunked_linear`.
+One signature, in plain torch and in Triton. In Triton, one gate for a whole head is a decay of `chunked_linear`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from heedful.kernels.gated_linear import reference
 
 _decay = chunked_linear.backends["triton"]
 _channels = triton_backend("heedful.kernels.gated_linear.triton", "gated_linear")
-LEAST = -104.0  # exp() of it is 0 in float32; sums of such gates stay small, and so do the roundings of differences
+LEAST = -104.0  # its exp() is 0 in float32; sums of such gates stay small, and so does the rounding of differences
 
 
 def _as_decay(q, k, v, *, log_decay, **options):

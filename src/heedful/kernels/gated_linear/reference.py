@@ -1,15 +1,15 @@
-"""Gated linear attention in plain torch: every channel of the state fades by a factor of its own at every token.
+"""Gated linear attention in plain torch: every channel of the state fades by its own factor at every token.
 
     definition  o_i = Σ_{j≤i} w_ij u_j,   w_ij = Σ_c φq_ic φk_jc exp(g_{j+1,c} + … + g_ic),   g = log_decay ≤ 0
-    fast        chunks of c tokens; inside, halves of halves: queries of a later half meet keys of the half before,
+    fast        chunks of c tokens; inside, recursive halving: queries of a later half with keys of the half before,
                   w = (φq ∘ e^P)(φk ∘ e^Q)ᵀ,   P = Σ g from the middle to i,   Q = Σ g from after j to the middle
                 across chunks, by the state:  out += (φq ∘ e^P) S,   S ← e^G ∘ S + (φk ∘ e^Q)ᵀ u,   G = Σ g of the chunk
     gradients   of a half:  dφq = e^P ∘ (D (φk ∘ e^Q)),   dφk = e^Q ∘ (Dᵀ (φq ∘ e^P)),   du = wᵀ dout,   D = dout uᵀ
                 dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) + Σ_e S_n ∘ dS_n
     cost        2n((c − 1)(r + e)/2 + 2re) flops forward, state re, or r(e + 1) with the normaliser
 
-Every exponent is a sum of gates, never a difference of sums, so none is positive, none cancels, and −∞ (a gate that is
-shut) needs no care. README.md has the derivation.
+Every exponent is a sum of gates, never a difference of sums. So none is positive, none cancels, and −∞ (a shut gate)
+needs no special case. README.md has the derivation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from heedful.kernels.dispatch import as_given, uncompiled
 
 FEATURES = ("identity", "elu1", "relu")
 CHUNK = 64  # a power of two
-BUDGET = 1 << 18  # numbers in a temporary: as many chunks at once as fit
+BUDGET = 1 << 18  # numbers in a temporary buffer; it holds as many chunks at once as fit
 
 
 def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segments=None, state=None) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do. New segments wait for the device."""
+    """Why these inputs are invalid, in sentences; empty if they are valid. New segments synchronise with the device."""
     if not q.ndim == k.ndim == v.ndim == log_decay.ndim == 4:
         axes = ", ".join(str(x.ndim) for x in (q, k, v, log_decay))
         return [f"q, k, v, log_decay must be (batch, heads, tokens, width), got {axes} axes."]
@@ -76,7 +76,7 @@ def gated_linear(
 ) -> tuple[Tensor, LinearState]:
     """Gated linear attention and the state after the last token; log_decay ≤ 0, −∞ for a shut gate.
 
-    log_decay is (B, H, n, r), or (B, H, n, 1) where all channels have the same.
+    log_decay is (B, H, n, r), or (B, H, n, 1) if all channels have the same.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> g = -torch.rand(1, 2, 10, 4)
@@ -98,7 +98,7 @@ def gated_linear(
     real = None if code is None else (code >= 0)[:, None, :, None]
     x, y = (features(t, feature, None, real, wide) for t in (q, k))
     u, g = v.to(wide), log_decay.to(wide)
-    if real is not None:  # padding is no token: nothing fades at it
+    if real is not None:  # padding is not a token: nothing fades there
         u, g = torch.where(real, u, 0.0), torch.where(real, g, 0.0)
     if normalise:
         u = torch.cat([u, u.new_ones(B, H, n, 1)], -1)
@@ -122,11 +122,11 @@ class _Half(NamedTuple):
     size: int
     later: Tensor  # e^P at the queries (…, blocks, s, r)
     earlier: Tensor  # e^Q at the keys (…, blocks, s, r)
-    same: Tensor | None  # which pairs lie in one segment (…, blocks, s, s)
+    same: Tensor | None  # True for pairs in one segment (…, blocks, s, s)
 
 
 class _Group:
-    """Some chunks [a, z) of all heads at once, tokens as (B, H, chunks, c, ·); zeros fill the last chunk."""
+    """The chunks [a, z) of all heads, tokens as (B, H, chunks, c, ·); zeros fill the last chunk."""
 
     def __init__(self, g: Tensor, run: Tensor | None, a: int, z: int, c: int):
         self.a, self.z, self.c = a, z, c
@@ -162,7 +162,7 @@ class _Group:
         return here.unflatten(-1, (-1, self.c))[:, None]
 
     def _cut_segments(self, run: Tensor | None) -> None:
-        """No state enters, leaves or stays where a segment ends."""
+        """Stop states from entering, leaving or staying across the end of a segment."""
         if run is None or self.run is None:
             return
         last = self.run[..., -1:]
@@ -173,11 +173,11 @@ class _Group:
         self.keep = self.keep * (before == last)[..., None]
 
     def states(self, y: Tensor, u: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, and the one after the last."""
+        """The state before each chunk, and the state after the last."""
         return _scan(self.keep, (y * self.leave).mT @ u, S)
 
     def adjoint_states(self, x: Tensor, dout: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient in the state after each chunk, and in the one before the first."""
+        """The gradient in the state after each chunk, and in the state before the first."""
         after, R = _scan(self.keep.flip(2), ((x * self.into).mT @ dout).flip(2), R)
         return after.flip(2), R
 
@@ -193,8 +193,8 @@ def _scan(keep: Tensor, added: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
 def _doubling(g: Tensor, c: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Sums of gates up to each token and after it, inside blocks of 1, 2, 4, … c tokens.
 
-    A block of 2s is two of s: the whole first half goes to the sums of the second, and the other way round. The tensors
-    are the same ones each time, so each pair is to be used before the next is asked for.
+    A block of 2s is two of s: the total of the first half is added to the sums of the second, and vice versa. Each
+    iteration overwrites the tensors of the one before, so use them before the next.
     """
     P, Q, size = g.clone(), torch.zeros_like(g), 1
     while size < c:
@@ -208,12 +208,12 @@ def _doubling(g: Tensor, c: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    """(…, c, w) as a view (…, blocks, 2, size, w)."""
+    """A view (…, blocks, 2, size, w) of x, (…, c, w)."""
     return x.unflatten(-2, (-1, 2, size))
 
 
 def _spans(x: Tensor, u: Tensor) -> list[tuple[int, int, int]]:
-    """First token, last token and chunk of each group."""
+    """The first token, last token and chunk size of each group."""
     (B, H, n, r), e = x.shape, u.shape[-1]
     c = min(CHUNK, 1 << max(n - 1, 0).bit_length())
     size = c * max(1, BUDGET // max(1, B * H * max(c * max(r, e), r * e)))
@@ -221,7 +221,7 @@ def _spans(x: Tensor, u: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _inside(group: _Group, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
-    """What the tokens of each chunk give each other."""
+    """Attention among the tokens of each chunk."""
     out = (x * y).sum(-1, keepdim=True) * u
     for half in group.halves():
         w = (_split(x, half.size)[..., 1, :, :] * half.later) @ (_split(y, half.size)[..., 0, :, :] * half.earlier).mT
@@ -248,7 +248,7 @@ def _inside_backward(group: _Group, x: Tensor, y: Tensor, u: Tensor, dout: Tenso
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps its inputs and the last state; both walks of the backward pass make the rest again, group by group."""
+    """Saves its inputs and the last state; both loops of the backward pass recompute the rest, group by group."""
 
     @staticmethod
     def forward(ctx, x, y, u, g, S, run):
@@ -282,7 +282,7 @@ class _Gated(torch.autograd.Function):
             after, R = group.adjoint_states(X, D, R)
             dX, dY, dU = _inside_backward(group, X, Y, U, D)
             dX, dY = dX + group.cut(dx), dY + group.leave * (U @ after.mT)
-            # differences of large sums: float64 keeps them over long sequences
+            # differences of large sums: float64 preserves them over long sequences
             change = _of_gates((X.double() * dX - Y.double() * dY).flatten(-3, -2), g)
             change = change.flip(-2).cumsum(-2).flip(-2) + after_it
             after_it = change[..., :1, :]
@@ -293,5 +293,5 @@ class _Gated(torch.autograd.Function):
 
 
 def _of_gates(x: Tensor, g: Tensor) -> Tensor:
-    """Channel by channel, or summed over those that share a gate."""
+    """x channel by channel, or summed over the channels that share a gate."""
     return x if g.shape[-1] == x.shape[-1] else x.sum(-1, keepdim=True)

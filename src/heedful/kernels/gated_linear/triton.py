@@ -1,31 +1,31 @@
 """Gated linear attention in Triton, a gate for each channel: the same call as reference.py.
 
-Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
-triton_backward.py have the programs. There are three launches forward, four or five back.
+This file launches the kernels, allocates their buffers, and saves what the backward pass needs; triton_forward.py and
+triton_backward.py have the kernels. There are three launches forward, four or five back.
 
-    tokens      in chunks, one program each, which walks its chunk in blocks with the state in registers
+    tokens      in chunks, one program each, which processes its chunk in blocks with the state in registers
     exponents   sums of gates are products with matrices of zeros and ones, one for each level s = 1, 2, 4, …:
                   X_t = Σ g_u,  u of the s tokens around t,  u ≤ t in a later half and u > t in an earlier one
                 and for the state  into_t = exp Σ_{u≤t} g_u,  leave_t = exp Σ_{u>t} g_u,  keep = exp Σ g_u
-    forward     states    each chunk by itself: S = Σ_j (leave_j ∘ φk_j) v_jᵀ, z = Σ_j leave_j ∘ φk_j
+    forward     states    each chunk alone: S = Σ_j (leave_j ∘ φk_j) v_jᵀ, z = Σ_j leave_j ∘ φk_j
                 scan      x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the chunks: the state before each chunk
                 outputs   each chunk from the state before it:  P_ij = (φq_i ∘ e^{X_i})·(φk_j ∘ e^{X_j}), X of the level
                           num = P v + (into ∘ φq) S,  den = Σ_j P_ij + (into ∘ φq)·z,  o = num / den
     backward    the normaliser is one more value column: ψ_i = φq_i / den_i, δ_i = do_i·o_i, D_ij = do_i·v_j − δ_i
-                adjoints  each chunk by itself: δ, R = Σ_i (into_i ∘ ψ_i) do_iᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
+                adjoints  each chunk alone: δ, R = Σ_i (into_i ∘ ψ_i) do_iᵀ, y = −Σ_i δ_i into_i ∘ ψ_i
                 scan      the same backwards: R and y after each chunk
                 queries   forwards:   dφq_i = (Σ_j D_ij e^{X_i} ∘ e^{X_j} ∘ φk_j + into_i ∘ (S do_i − δ_i z)) / den_i
                 keys      backwards:  dφk_j = Σ_i D_ij e^{X_i} ∘ e^{X_j} ∘ ψ_i + leave_j ∘ (R v_j + y)
                                       dv = Pᵀ do with ψ for φq, + (leave ∘ φk) R
-                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, of pairs j < i alone,
+                gates     dg_t = Σ_{i≥t} (φq_i ∘ dφq_i − φk_i ∘ dφk_i) inside the chunk, only of pairs j < i,
                           + Σ_e S ∘ R + z ∘ y after it
     precision   states, normaliser and all sums in float32. Operands of a product: bfloat16 for bfloat16, tf32 for
-                float16, six products of bfloat16 for float32; gates in two parts of bfloat16, or in three
+                float16, bf16x6 for float32; gates in two bfloat16 parts, or in three
 
-Tiles of q, k and gates are channels × tokens: sums of gates come out where the next product wants them, the matrices of
-ones lie in shared memory all along, and a state, which is channels × values, goes to the tensor cores from registers.
-No exponent is a difference, so none is positive. A shut gate (−∞) counts as 2⁻¹⁵⁰, which is 0 in float32. Each element
-is written by one program in a fixed order: runs are bit-equal. README.md has the derivation.
+Tiles of q, k and gates are channels × tokens: sums of gates have the layout that the next product needs, the matrices
+of ones stay in shared memory, and a state, which is channels × values, goes to the tensor cores from registers.
+No exponent is a difference, so none is positive. A shut gate (−∞) counts as 2⁻¹⁵⁰, which is 0 in float32. One program
+writes each element, in a fixed order: runs are bit-equal. README.md has the derivation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class Config(NamedTuple):
-    """Of one kernel: tokens a block, columns a program takes of the axis it splits, warps, stages, most registers."""
+    """Of one kernel: tokens per block, columns per program on the split axis, warps, stages, most registers."""
 
     block: int
     split: int
@@ -79,8 +79,8 @@ CONFIGS = {
     (64, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 4, 1)),
     (128, "fp32"): dict.fromkeys(LAUNCHES, Config(16, 64, 8, 1)),
 }
-PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times over
-LONGEST = 512  # tokens a chunk: inside one the sums of a gate's gradient run on, and so do their errors
+PROGRAMS = 1024  # chunks in flight that fill 132 multiprocessors a few times
+LONGEST = 512  # tokens per chunk: the sums of a gate's gradient, and their errors, accumulate inside a chunk
 SHORTEST = 128
 
 
@@ -103,7 +103,7 @@ def objections(q, k, v, *, log_decay, feature="identity", normalise=False, segme
     return said
 
 
-@uncompiled  # launches ask for addresses
+@uncompiled  # launches need addresses
 def gated_linear(
     q: Tensor,
     k: Tensor,
@@ -117,7 +117,7 @@ def gated_linear(
 ) -> tuple[Tensor, LinearState]:
     """Gated linear attention and the state after the last token; the same call as `reference.gated_linear`.
 
-    Inputs are such that `objections` has none: the dispatcher has asked.
+    The caller must have checked `objections`; the dispatcher does.
     """
     code = None if segments is None else runs(segments)[0]
     S, z = (None, None) if state is None else (state.S, state.z if normalise else None)
@@ -134,11 +134,11 @@ def gated_linear(
 
 
 class GatedSetup:
-    """What launches for inputs of one kind share: sizes, the kernels' constants, the compiled kernels."""
+    """Data shared by the launches for inputs of one kind: sizes, the kernels' constants, the compiled kernels."""
 
     def __init__(self, q, k, v, g, code, feature, normalise, given):
         (self.B, self.heads, self.n, self.r), self.e = q.shape, v.shape[-1]
-        self.d = self.r  # features are as wide as what they are made of
+        self.d = self.r  # as many features as columns
         self.normalise, self.given = normalise, given
         bf16 = q.dtype == torch.bfloat16
         kind = max(64, columns(max(self.r, self.e))), "bf16" if bf16 else "fp32"
@@ -149,7 +149,7 @@ class GatedSetup:
         self.chunks = over(self.n, self.span)
         self.slot = self.r * (self.e + 1) if normalise else self.r * self.e
         self.like_q, self.like_k, self.like_v, self.like_g = (layout(x, self.heads) for x in (q, k, v, g))
-        # a number a query (den, δ), slots, and forward what chunks keep
+        # one number per query (den, δ), and slots; the forward pass also has the keeps of chunks
         sizes = self.rows * self.n * normalise, self.rows * (self.chunks + 1) * self.slot
         self.sizes = [max(64, up(x, 64)) for x in sizes]
         self.kept = self.rows * self.chunks * self.r
@@ -158,7 +158,7 @@ class GatedSetup:
             FEATURE=feature,
             NORMALISE=normalise,
             SEGMENTS=code is not None,
-            # the interpreter's dot does not know bfloat16
+            # the interpreter's dot does not support bfloat16
             OPERAND=tl.bfloat16 if bf16 and not INTERPRETED else tl.float32,
             PRECISION=precision(q.dtype),
             EVEN_C=(self.r, self.e) == (self.R, self.E),
@@ -175,7 +175,7 @@ class GatedSetup:
         return work[start : start + self.rows * shape[2] * self.slot].view(shape)
 
     def launch(self, name, key, pointers, program, numbers, splits, **flags):
-        """One program for each row of heads, chunk and part of the axis that is split."""
+        """Launch one program for each row of heads, chunk and part of the split axis."""
 
         def describe():
             R, E, parts, config = self.R, self.E, 1, self.configs[name]
@@ -191,7 +191,7 @@ class GatedSetup:
         launching.launch(self.ready, (name, key), pointers, describe)
 
     def _even(self, block) -> bool:
-        """Whether blocks have neither padding nor an end inside them."""
+        """True if every block is full, without padding."""
         return self.n % block == 0 and not self.constants["SEGMENTS"]
 
     def scan(self, slots, keeps, end, given, reverse):
@@ -205,10 +205,10 @@ class GatedSetup:
 
 
 def warps(config: Config, channels: int) -> int:
-    """Four for each 64 channels at most.
+    """The number of warps, at most four for each 64 channels.
 
-    Eight would part the 16 tokens of a block in two, and products of 8 columns ended in an illegal access in float32:
-    it seems that they read shared memory beyond their operands (Triton's issue 10629; README.md).
+    Eight would split the 16 tokens of a block in two, and products of 8 columns ended in an illegal access in float32:
+    they seem to read shared memory beyond their operands (Triton's issue 10629; README.md).
     """
     return config.warps if channels >= 128 else min(4, config.warps)
 
@@ -217,7 +217,7 @@ SETUPS = launching.LaunchCache()
 
 
 def _setup(q, k, v, g, code, feature, normalise, given) -> GatedSetup:
-    """One setup for inputs that Triton would treat alike."""
+    """The cached setup for inputs that Triton would treat alike."""
     at = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v, g))
     coded = None if code is None else code.data_ptr() % 16
     key = q.shape, v.shape[-1], at, q.dtype, g.dtype, q.device, coded, feature, normalise, given
@@ -225,12 +225,12 @@ def _setup(q, k, v, g, code, feature, normalise, given) -> GatedSetup:
 
 
 def span(n: int, rows: int) -> int:
-    """Tokens a chunk: the longest that still gives every multiprocessor several chunks."""
+    """Tokens per chunk: the longest chunk that still gives every multiprocessor several chunks."""
     return min(LONGEST, max(SHORTEST, power(over(n, max(1, over(PROGRAMS, rows))))))
 
 
 def _attend(setup, q, k, v, g, S, z, code):
-    """The launches: o, the last state (as slots of Sᵀ and z), the workspaces."""
+    """Launch the forward pass; return o, the last state (slots of Sᵀ and z), and the workspaces."""
     o = tokens(setup.like_q, q, setup.e)
     work, keeps = launching.empty((sum(setup.sizes),), q), launching.empty((setup.kept,), q)
     final = launching.empty((setup.B, setup.heads, setup.slot), q)
@@ -246,7 +246,7 @@ def _attend(setup, q, k, v, g, S, z, code):
 
 
 class _Outputs(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the gates, den and the states of chunks."""
+    """The forward pass; saves q, k, v, o, the gates, den and the states of chunks."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, S, z, code, setup):

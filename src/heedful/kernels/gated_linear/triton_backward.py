@@ -1,4 +1,7 @@
-"""The programs of the backward pass; triton.py says what they compute and launches them."""
+"""The kernels of the backward pass; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _psi(q, den, t, stride, column, width, real, FEATURE: tl.constexpr, NORMALIS
 
 @triton.jit
 def _by_state(S, x, acc, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + S x; in two parts of S where it has to be EXACT."""
+    """acc + S x; with EXACT in two parts of S."""
     high = rounded(S, OPERAND)
     acc = tl.dot(high.to(OPERAND), x, acc, input_precision=PRECISION)
     if EXACT and tl.bfloat16 == OPERAND:
@@ -107,7 +110,7 @@ def queries(
     EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's dq from the state before it, and φq ∘ dφq if the gates want a gradient; splits r."""
+    """One chunk's dq from the state before it, and φq ∘ dφq if the gates need a gradient; splits r."""
     part, chunk, row, batch, head, base = place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
@@ -185,7 +188,8 @@ def keys(
     PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's dk, dg and dv from the adjoint after it; where that is too wide, dk, dg alone split r, dv alone e."""
+    """One chunk's dk, dg and dv from the adjoint after it. If that is too wide, separate programs compute dk and dg,
+    which split r, and dv, which splits e."""
     part, chunk, row, batch, head, base = place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     q += batch * q_b + head * q_h + skip * q_t
@@ -205,7 +209,7 @@ def keys(
     width = r * e + r if NORMALISE else r * e
     after = (row * (chunks + 1) + chunk + 1) * width
     S, y = held_state(back + after, cr, ce, r, e, tl.where(chunk + 1 - GIVEN < chunks, r, 0), NORMALISE)
-    late = tl.zeros([R], tl.float32)  # what the gates of a token and all before it get from pairs that end after it
+    late = tl.zeros([R], tl.float32)  # gradient in the gates up to a token from pairs that end after it
     if GATED and DK:
         state, sum_before = held_state(slots + after, cr, ce, r, e, r, NORMALISE)
         late = tl.sum(state * S, 1) + sum_before * y

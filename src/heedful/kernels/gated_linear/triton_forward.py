@@ -1,4 +1,7 @@
-"""The programs of the forward pass, and the scan of both; triton.py says what they compute and launches them."""
+"""The kernels of the forward pass, and the scan of both; triton.py says what they compute and launches them.
+
+A kernel that "splits r" (or e) runs one program for each part of the features (or of the value columns).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def states(
     PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's own Sᵀ and z, in slot c + 1 of its head, and what it keeps; splits r."""
+    """One chunk's own Sᵀ and z in slot c + 1 of its head, and its keep; splits r."""
     part, chunk, row, batch, head, base = place(chunks, span, H, PARTS)
     skip = base.to(tl.int64)
     k += batch * k_b + head * k_h + skip * k_t
@@ -72,8 +75,8 @@ def scan(
 ):  # fmt: skip
     """x_c ← keep_{c−1} ∘ x_{c−1} + x_c over the slots of a head, or x_c ← keep_c ∘ x_{c+1} + x_c backwards.
 
-    The slot it starts from counts as zero unless GIVEN; what it ends with is also left in `end`. A slot is rows of r
-    numbers, so that its columns have the gates of column mod r.
+    The slot where the scan starts counts as zero unless GIVEN; the last value is also written to `end`. A slot is rows
+    of r numbers, so column c of a slot has the gates of channel c mod r.
     """
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the programs of both passes share: sums of gates, what they make of features, the states of chunks."""
+"""Code shared by the kernels of both passes: sums of gates, factors of features, the states of chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from heedful.kernels.triton_tiles import features, read
 EXACTLY = tl.constexpr(SIXFOLD)
 
 
-SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zeros times it are zeros
+SHUT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32, and zero times it is zero
 
 
 if triton.knobs.runtime.interpret:
@@ -24,7 +24,7 @@ else:
 
     @triton.jit
     def rounded(x, OPERAND: tl.constexpr):
-        """x as an operand of a product has it, in float32; two at a time, where one alone takes as long as eight."""
+        """x rounded to the operand's type, in float32; two elements at a time: one alone takes as long as eight."""
         if tl.bfloat16 == OPERAND:
             return tl.inline_asm_elementwise(
                 "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
@@ -40,7 +40,7 @@ else:
 
 @triton.jit
 def place(chunks, span, H: tl.constexpr, PARTS: tl.constexpr):
-    """Of a program: which part of the axis that is split, which chunk, row, batch entry and head; its first token."""
+    """The part of the split axis, chunk, row, batch entry, head and first token of this program."""
     pid = tl.program_id(0)
     part = pid % PARTS
     chunk = (pid // PARTS) % chunks
@@ -50,7 +50,7 @@ def place(chunks, span, H: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def tokens_of(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of the block at `start`: which tokens are real, their runs, and where a state enters, leaves, stays (1 or 0)."""
+    """For the block at `start`: which tokens are real, their runs, and whether a state enters, leaves, stays (1, 0)."""
     t = start + tl.arange(0, BLOCK)
     real = t < n
     run = tl.zeros([BLOCK], tl.int32)
@@ -73,14 +73,14 @@ def tokens_of(code, start, n, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def gates_of(pointer, t, stride, column, width, real, EVEN_N: tl.constexpr, EVEN_C: tl.constexpr):
-    """A tile of log-gates to base 2, channels × tokens; nothing fades outside and at padding."""
+    """A tile of log-gates in base 2, channels × tokens; 0 (no fading) outside and at padding."""
     x = tl.trans(read(pointer, t, stride, column, width, real, EVEN_N, EVEN_C)).to(tl.float32) * LOG2E
     return tl.where(x < SHUT, SHUT, x)
 
 
 @triton.jit
 def sums_of(x, which, OPERAND: tl.constexpr):
-    """Sums of columns of x, chosen by a matrix of zeros and ones."""
+    """Sums of columns of x, selected by a matrix of zeros and ones."""
     if tl.bfloat16 == OPERAND:
         chosen = tl.where(which, 1.0, 0.0).to(tl.bfloat16)
         high = rounded(x, OPERAND)
@@ -91,7 +91,7 @@ def sums_of(x, which, OPERAND: tl.constexpr):
 
 @triton.jit
 def places_of(t, R: tl.constexpr, OPERAND: tl.constexpr):
-    """Places of tokens for `sums_of`; if constant, matrices stay in shared memory, where wide products read them."""
+    """Token places for `sums_of`; if constant, their matrices stay in shared memory, where wide products read them."""
     if tl.bfloat16 == OPERAND and R >= 64:
         return tl.arange(0, t.shape[0])
     else:
@@ -100,19 +100,19 @@ def places_of(t, R: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def left_inside(x, b, OPERAND: tl.constexpr):
-    """What is left at each token of what was there before the block."""
+    """The factor at each token on what was there before the block."""
     return exp2(sums_of(x, b[:, None] <= b[None, :], OPERAND))
 
 
 @triton.jit
 def left_after(x, b, OPERAND: tl.constexpr):
-    """What is left after the block of what each token adds."""
+    """The factor after the block on what each token adds."""
     return exp2(sums_of(x, b[:, None] > b[None, :], OPERAND))
 
 
 @triton.jit
 def between_halves(x, b, k: tl.constexpr, OPERAND: tl.constexpr):
-    """Factors between halves of 2^k tokens: from the middle to a token of the later, from one of the earlier to it."""
+    """Factors between halves of 2^k tokens: from the middle to a token of the later half, from an earlier one to it."""
     u, i = b[:, None], b[None, :]
     later = ((i >> k) & 1) == 1
     return exp2(sums_of(x, (((i ^ u) >> k) == 0) & ((u <= i) == later), OPERAND))
@@ -129,8 +129,8 @@ def phi_of(pointer, t, stride, column, width, real, FEATURE: tl.constexpr, EVEN_
 
 @triton.jit
 def pairs_of(t, ADJOINT: tl.constexpr):
-    """Of [query, key], or [key, query] with ADJOINT: i xor j, whose highest bit is the level, where i > j; −1 on the
-    diagonal, 0 elsewhere. From t, not from a constant, so that no level's mask is held through the walk."""
+    """For [query, key], or [key, query] with ADJOINT: i xor j where i > j (its highest bit is the level); −1 on the
+    diagonal, 0 elsewhere. From t, not from a constant, so that no level's mask stays in registers during the loop."""
     a, b = t[:, None], t[None, :]
     past = a < b if ADJOINT else a > b
     return tl.where(a == b, -1, tl.where(past, a ^ b, 0))
@@ -138,7 +138,7 @@ def pairs_of(t, ADJOINT: tl.constexpr):
 
 @triton.jit
 def inside_segments(a, run, SEGMENTS: tl.constexpr):
-    """a inside segments, 0 between them."""
+    """a where both tokens are in one segment, 0 elsewhere."""
     if SEGMENTS:
         return tl.where(run[:, None] == run[None, :], a, 0.0)
     else:
@@ -147,7 +147,7 @@ def inside_segments(a, run, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def moved(f, by, ends, SEGMENTS: tl.constexpr, OPERAND: tl.constexpr):
-    """Features times what is left of them where they enter the block or after it, rounded as operands are."""
+    """Features times their factor into or out of the block, rounded as operands are."""
     f = f * by
     if SEGMENTS:
         f = f * ends[None, :]
@@ -163,7 +163,7 @@ def carried(x, keep, stays, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def held_state(slot, cr, ce, r, e, rows, NORMALISE: tl.constexpr):
-    """S and z of a slot, of its first `rows` features."""
+    """Load the first `rows` features of S and z from a slot."""
     S = tl.load(slot + ce[None, :] * r + cr[:, None], mask=(ce < e)[None, :] & (cr < rows)[:, None], other=0.0)
     z = tl.zeros([cr.shape[0]], tl.float32)
     if NORMALISE:

@@ -1,9 +1,9 @@
 """One token of linear attention in plain torch, on any device, in any float type.
 
 S ← λ S + φ(k) vᵀ,  z ← λ z + φ(k),  o = Sᵀφ(q) / z·φ(q)
-exp features: with s_r the largest key so far of each feature, S_r and z_r are kept times exp(−s_r)
+exp features: with s_r the largest key so far of each feature, S_r and z_r are stored times exp(−s_r)
               S ← exp(s − s') S + exp(k − s') vᵀ,  s' = max(s, k);  φ(q) = exp(q + s' − max_r (q + s'))
-              the largest exp(q_r + k_r) of all keys is in the normaliser as 1
+              the largest exp(q_r + k_r) over all keys is 1 in the normaliser
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEATURES = {
 
 
 def objections(q, k, v, S, z, log_scale, length, *, feature="identity", fade=None) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do."""
+    """Why these inputs are invalid, in sentences; empty if they are valid."""
     said = []
     if feature != "exp" and feature not in FEATURES:
         said.append(f"feature must be exp or one of {', '.join(FEATURES)}, got {feature!r}.")
@@ -42,12 +42,12 @@ def linear_step(
     feature: str = "identity",
     fade: Float[Tensor, "*#b #r"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The output of one token, and S, z and log_scale after it; z is None where nothing is normalised.
+    """The output of one token, and S, z and log_scale after it; z is None without a normaliser.
 
     Queries that share keys and values share a state: it has the batch axes of k, v and fade, and may have fewer than q.
 
-    length   counts the tokens before it: an empty state has no scale yet
-    fade     log λ, what is left of the state: one number a head, or one for each of its rows
+    length   the number of tokens before this one; an empty state has no scale yet
+    fade     log λ, the decay of the state: one number per head, or one for each row of S
     """
     if said := objections(q, k, v, S, z, log_scale, length, feature=feature, fade=fade):
         raise ValueError(" ".join(said))
@@ -56,7 +56,7 @@ def linear_step(
     lift = None
     if log_scale is not None:
         before = log_scale.masked_fill((length == 0)[..., None], -torch.inf)
-        if fade is not None:  # the scales fade, not the sums on them: what is left of a large key hides no later one
+        if fade is not None:  # fade the scales, not the sums: what remains of a large key must not hide a later one
             before, fade = before + fade.to(wide), None
         log_scale = torch.maximum(before, k[..., 0, :])
         fall = (before - log_scale).exp()

@@ -1,8 +1,8 @@
 """One token of linear attention in Triton: all heads of a layer in one launch.
 
-A program takes one query head and a part of the columns of S, and goes through its rows: it reads S once, writes it
-once, and keeps the output in registers. That moves 8 r (e + 1) bytes a head, and no program can move fewer. Query heads
-that share keys and values share S: each reads it, the first writes it. The formulas are reference.py's.
+A program takes one query head and a part of the columns of S, and loops over its rows: it reads S once, writes it
+once, and holds the output in registers. That moves 8 r (e + 1) bytes per head, the minimum. Query heads that share keys
+and values share S: each reads it, the first writes it. The formulas are those of reference.py.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ def linear_step(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The output of one token and the state after it; the same call as `reference.linear_step`.
 
-    Inputs are such that `objections` has none: the dispatcher has asked.
+    The caller must have checked `objections`; the dispatcher does.
     """
     fades = () if fade is None else fade.shape[:-1]
     own = broadcast_shapes(k.shape[:-2], v.shape[:-2], S.shape[:-2], length.shape, fades)
     batch = broadcast_shapes(q.shape[:-2], own)
     r, e = S.shape[-2:]
     group = prod(batch) // prod(own)
-    if not _shared_last(batch, own):  # rows that share a state lie apart: a state each, of which one is kept
+    if not _shared_last(batch, own):  # queries that share a state are not adjacent: compute one each, return the first
         k = k.expand(*batch, -1, -1)
         out, S, z, log_scale = linear_step(q, k, v, S, z, log_scale, length, feature=feature, fade=fade)
         z, log_scale = (None if x is None else _first_of_shared(x, len(batch), own) for x in (z, log_scale))
         return out, _first_of_shared(S, len(batch), own), z, log_scale
 
     def rows_of(x: Tensor, tail: int, lead: tuple[int, ...] = own) -> Tensor:
-        """One row for each head, in memory of its own where heads share one: a reshape may leave a stride of 0."""
+        """One row per head, contiguous; rows are copied if heads share one, since a reshape may leave a stride of 0."""
         shape = x.shape[x.ndim - tail :]
         if x.is_contiguous() and x.shape[: x.ndim - tail] == lead:
             return x
@@ -74,9 +74,9 @@ def linear_step(
     q = rows_of(q, 2, batch)
     k, v, S = (rows_of(x, 2) for x in (k, v, S))
     z = None if z is None else rows_of(z, 1)
-    if log_scale is not None:  # before the first token there is none
+    if log_scale is not None:  # there is no scale before the first token
         log_scale = log_scale.masked_fill((length == 0)[..., None], -torch.inf)
-        if fade is not None:  # the scales fade, not the sums on them
+        if fade is not None:  # fade the scales, not the sums
             log_scale, fade = log_scale + fade, None
         log_scale = rows_of(log_scale, 1)
     if fade is not None:
@@ -90,7 +90,7 @@ def linear_step(
     )
     R, E = (min(64, max(16, power(x))) for x in (r, e))
     given = (q, k, v, S, z, log_scale, fade, out, S_new, z_new, scale_new)
-    pointers = tuple(S if x is None else x for x in given)  # where there is none, one that is not looked at
+    pointers = tuple(S if x is None else x for x in given)  # S is a placeholder that the kernel does not read
     constants = dict(FEATURE=feature, NORMALISE=z is not None, FADE=0 if fade is None else fade.shape[-1], R=R, E=E)
     constants["GROUP"] = group
     kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
@@ -101,14 +101,14 @@ def linear_step(
 
 
 def _shared_last(batch: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether the rows of `batch` that share one of `own` follow each other: shared axes come after all others."""
+    """True if the rows of `batch` that share one of `own` are adjacent: shared axes come after all others."""
     aligned = (1,) * (len(batch) - len(own)) + tuple(own)
     kinds = [size == mine for size, mine in zip(batch, aligned, strict=True) if size > 1]
     return sorted(kinds, reverse=True) == kinds
 
 
 def _first_of_shared(x: Tensor, axes: int, own: tuple[int, ...]) -> Tensor:
-    """x, whose first axes are those of the batch, with the axes `own` instead: the first of what is shared."""
+    """x with the axes `own` instead of the batch axes in front: the first entry along each shared axis."""
     aligned = (1,) * (axes - len(own)) + tuple(own)
     for axis, size in enumerate(aligned):
         x = x.narrow(axis, 0, size)
@@ -144,7 +144,7 @@ def _step(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = query // GROUP  # GROUP queries share a state, which the first of them writes
+    row = query // GROUP  # GROUP queries share a state; the first of them writes it
     first = query == row * GROUP
     q += query * r
     k += row * r

@@ -1,4 +1,4 @@
-"""Parts of one softmax, each with the logarithm of its normaliser, and how to join them."""
+"""Parts of one softmax, each with the logarithm of its normaliser, and a function that joins them."""
 
 from heedful.kernels.dispatch import Backend, Kernel
 from heedful.kernels.partial import reference

@@ -1,8 +1,8 @@
-"""Linear attention to the keys that lie beyond a window, as parts of one softmax: the window itself is another part.
+"""Linear attention to the keys beyond a window, as parts of one softmax; the window itself is another part.
 
-beyond a window of w, query t sees the keys up to t − w: causal linear attention of the queries from w on to the keys
-up to m − w, that is, delayed by w. Where queries look both ways, once more backwards in time. Old keys of a cache,
-which all queries see, are one sum.
+Beyond a window of w, query t sees the keys up to t − w. That is causal linear attention of the queries from w on to
+the keys up to m − w, delayed by w. If queries look both ways, it is done once more backwards in time. Old keys of a
+cache, which all queries see, are one sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def old_keys(n: int, m: int, window: int) -> int:
-    """How many keys of a cache lie beyond the window of every query."""
+    """The number of cached keys that lie beyond the window of every query."""
     return max(m - n - window, 0)
 
 
@@ -34,10 +34,10 @@ def far_parts(
     both_ways: bool,
     segments: Int[Tensor, "*s l"] | None,
 ) -> list[Part]:
-    """The parts of the keys before the window and, where queries see them, after it; rows for the last of all time.
+    """The parts of the keys before the window and, if `both_ways`, after it; the rows of each end with the last query.
 
-    x and y are the logarithms of the features of queries and keys. Time ends with the last query and the last key;
-    there may be more keys than queries, or more queries than keys.
+    x and y are the logarithms of the features of queries and keys. The last query and the last key are at the same
+    time; there may be more keys than queries, or more queries than keys.
     """
     parts = []
     if segments is None and (old := old_keys(x.shape[-2], y.shape[-2], window)):
@@ -49,7 +49,7 @@ def far_parts(
     before = part_of_earlier(delay.late(x), delay.early(y), delay.early(v), delay.runs)
     parts.append(delay.place_late(*before))
     if both_ways:
-        delay = Delay(segments, length, max(window, 1))  # a query's own key is in one part
+        delay = Delay(segments, length, max(window, 1))  # a query's own key must be in only one part
         x, y, v = (a.flip(-2) for a in (delay.early(x), delay.late(y), delay.late(v)))
         out, lse = part_of_earlier(x, y, v, None if delay.runs is None else delay.runs.flip(-1))
         parts.append(delay.place_early(out.flip(-2), lse.flip(-1)))
@@ -57,10 +57,10 @@ def far_parts(
 
 
 class Delay:
-    """The tokens that have another one `delay` places before them in their segment (late), and those others (early).
+    """Tokens that have another one `delay` places before them in their segment (late), and those others (early).
 
-    Two sequences of equal length, in the order of time, each segment one run; ids `runs` where there are segments, -1
-    where a row has fewer tokens than others.
+    Both are sequences of equal length, in the order of time, each segment one run. With segments, `runs` holds their
+    ids, with −1 where a row has fewer tokens than others.
     """
 
     def __init__(self, ids: Int[Tensor, "*s n"] | None, length: int, delay: int):
@@ -82,7 +82,7 @@ class Delay:
         return x[..., : self.length - self.cut, :] if self.runs is None else take_tokens(x, self.early_at)
 
     def place_late(self, out: Tensor, lse: Tensor) -> Part:
-        """Results of the late tokens in their places; the others get nothing."""
+        """The results of the late tokens at their places; the others get zeros and −∞."""
         if self.runs is None:
             return F.pad(out, (0, 0, self.cut, 0)), F.pad(lse, (self.cut, 0), value=-inf)
         return self._place(self.late_at, out, lse)
@@ -94,7 +94,7 @@ class Delay:
 
     def _place(self, at: Tensor, out: Tensor, lse: Tensor) -> Part:
         assert self.runs is not None
-        at = torch.where(self.runs >= 0, at, self.length).expand(lse.shape)  # one place more, for what belongs nowhere
+        at = torch.where(self.runs >= 0, at, self.length).expand(lse.shape)  # an extra place takes the unused entries
         rows = out.new_zeros(*out.shape[:-2], self.length + 1, out.shape[-1])
         rows = rows.scatter(-2, at[..., None].expand_as(out), out)
         logs = lse.new_full((*lse.shape[:-1], self.length + 1), -inf).scatter(-1, at, lse)
@@ -125,7 +125,7 @@ def part_of_all(x: Float[Tensor, "*#b n r"], y: Float[Tensor, "*#b l r"], v: Flo
 def part_of_state(
     x: Float[Tensor, "*#b n r"], S: Float[Tensor, "*#b r e"], z: Float[Tensor, "*#b r"], scale: Float[Tensor, "*#b r"]
 ) -> Part:
-    """Of queries, given by the logarithms of their features, to sums over keys; nothing where there were no keys."""
+    """Linear attention of queries (logarithms of their features) to sums over keys; empty if there were no keys."""
     some = scale[..., :1] > -inf
     x = x + torch.where(some, scale, 0)[..., None, :]
     top = x.detach().amax(-1)
@@ -149,6 +149,6 @@ def kernel_inputs(x: Tensor, y: Tensor, v: Tensor, ids: Tensor | None) -> tuple[
 
 
 def _at_end(x: Float[Tensor, "*b n w"], length: int, fill: float) -> Float[Tensor, "*b l w"]:
-    """x as the last tokens of `length`."""
+    """x as the last tokens of a sequence of `length`, with `fill` before them."""
     missing = length - x.shape[-2]
     return F.pad(x, (0, 0, missing, 0), value=fill) if missing else x

@@ -5,7 +5,7 @@
                 dQ = scale · dS K,  dK += scale · dSᵀ Q
     join        o = Σ_p w_p o_p,  w = softmax over the parts of lse_p
 
-A query that sees nothing has O = 0 and lse = −∞. Results are in float32 or better, so that joining rounds nothing.
+A query that sees nothing has O = 0 and lse = −∞. Results are in float32 or better, so that joining adds no rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor
 
-NOTHING = -1e30  # a logarithm far below any other, and finite, so that gradients of absent parts are 0 and not NaN
+NOTHING = -1e30  # far below any logarithm but finite, so that gradients of absent parts are 0 and not NaN
 
 
 @uncompiled
@@ -42,7 +42,7 @@ def attend(
     >>> torch.allclose(lse, (0.5 * q @ k.mT).logsumexp(-1))
     True
     """
-    if segments is not None:  # what stands in padding, NaN too, must reach neither output nor gradient
+    if segments is not None:  # values at padding, even NaN, must not reach outputs or gradients
         layout = resolve(segments, q.shape[-2], k.shape[-2])
         q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
         k, v = (x.masked_fill(layout.key_ids[..., None] < 0, 0) for x in (k, v))
@@ -50,12 +50,12 @@ def attend(
 
 
 def objections(q, k, v, pattern, segments, scale) -> list[str]:
-    """None: this is the path that takes everything."""
+    """Empty: this backend takes all inputs."""
     return []
 
 
 def join(*parts: tuple[Float[Tensor, "*#b n e"], Float[Tensor, "*#b n"]]) -> Float[Tensor, "*b n e"]:
-    """One softmax from parts over disjoint keys; zeros where no part has a key."""
+    """One softmax from parts over disjoint keys; zeros if no part has a key."""
     if len(parts) == 1:
         return parts[0][0]
     logs = torch.stack(torch.broadcast_tensors(*(lse for _, lse in parts)))

@@ -1,4 +1,4 @@
-"""Weighted means of everything so far: one signature, in plain torch."""
+"""Weighted means of all tokens so far: one signature, in plain torch."""
 
 from __future__ import annotations
 

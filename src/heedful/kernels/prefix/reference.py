@@ -1,6 +1,6 @@
 """Weighted prefix means in plain torch, on any device, in any float type.
 
-    definition  o_i = Σ_{l ≤ j ≤ i} w_j v_j / W_i,  W_i = Σ_{l ≤ j ≤ i} w_j,  l where the run of i begins
+    definition  o_i = Σ_{l ≤ j ≤ i} w_j v_j / W_i,  W_i = Σ_{l ≤ j ≤ i} w_j,  l the token at which the run of i begins
     fast        blocks of c:  o = T v + a·carry,  T_ij = w_j / W_i inside a block and a run,
                 a_i = W_before / W_i; carry is the prefix mean of the blocks' own means, by the same two lines again
     gradient    the transpose of each line: dv = Tᵀ g + tᵀ·(the recursion, transposed, of aᵀ g)
@@ -23,13 +23,13 @@ from heedful.shapes import Bool, Float, Tensor, broadcast_shapes
 
 BLOCK = 32
 TERMS = 256
-"""A longer product of one row rounds as often as it has terms (1e-4 at 131,072 of them in float32)."""
+"""The longest product of one row; longer ones round once per term (1e-4 at 131,072 terms in float32)."""
 FEW = 2**14
-"""With fewer weights than this one broadcast product is faster than one product for each batch entry."""
+"""With fewer weights than this, one broadcast product is faster than one product for each batch entry."""
 
 
 def objections(v, weights, *, first=None, delay=0, reverse=False) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do."""
+    """Why these inputs are invalid, in sentences; empty if they are valid."""
     said = []
     if v.ndim < 2 or not v.is_floating_point():
         return [f"v must be floating point (*batch, tokens, width), got {v.dtype} {tuple(v.shape)}."]
@@ -51,15 +51,15 @@ def weighted_prefix_mean(
     delay: int = 0,
     reverse: bool = False,
 ) -> Float[Tensor, "*b m e"]:
-    """The weighted mean of the tokens up to each one; zeros where all weights so far are zero.
+    """The weighted mean of the tokens up to each one; zeros if all weights so far are zero.
 
     >>> v = torch.tensor([[1.0], [4.0], [10.0]])
     >>> weighted_prefix_mean(v, torch.tensor([1.0, 2.0, 1.0])).flatten()
     tensor([1.0000, 3.0000, 4.7500])
 
-    first     True where a run begins: means do not reach across. One run by default
-    delay     row i is the mean up to token i − delay; rows before that repeat the one of the first token
-    reverse   from each token to the end of its run instead
+    first     True where a run begins; means do not cross it. By default there is one run
+    delay     row i is the mean up to token i − delay; earlier rows repeat the mean of the first token
+    reverse   the mean from each token to the end of its run instead
     """
     if said := objections(v, weights, first=first, delay=delay, reverse=reverse):
         raise ValueError(" ".join(said))
@@ -80,7 +80,7 @@ def weighted_prefix_mean(
 
 
 def weighted_mean(v: Float[Tensor, "*#b m e"], weights: Float[Tensor, "*#b m"]) -> Float[Tensor, "*b 1 e"]:
-    """The last row of `weighted_prefix_mean` without the others, in float32 or better.
+    """The last row of `weighted_prefix_mean` alone, in float32 or better.
 
     >>> weighted_mean(torch.tensor([[1.0], [4.0], [10.0]]), torch.tensor([1.0, 2.0, 1.0]))
     tensor([[4.7500]])
@@ -94,11 +94,11 @@ def weighted_mean(v: Float[Tensor, "*#b m e"], weights: Float[Tensor, "*#b m"]) 
 
 
 class BlockFactors(NamedTuple):
-    """The weights of one level, blocks of c tokens (zeros beyond the last), and the level of whole blocks above it.
+    """The weights of one level in blocks of c tokens (zeros beyond the last), and the level above, of whole blocks.
 
     inside   T, from a token to the later ones of its block
     into     a, from the blocks before to a token
-    leave    t, from a token to the mean of its block, or of the run that its block ends with
+    leave    t, from a token to the mean of its block, or of the run with which its block ends
     total    W, the weight so far
     """
 
@@ -143,14 +143,14 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def _mirrored(factors: BlockFactors) -> BlockFactors:
-    """The same for tokens in reverse order: the values need not be turned round."""
+    """The factors for tokens in reverse order; the values need not be reversed."""
     above = None if factors.above is None else _mirrored(factors.above)
     inside, into, leave = factors.inside.flip(-3, -2, -1), factors.into.flip(-3, -2), factors.leave.flip(-3, -1)
     return BlockFactors(inside, into, leave, factors.total.flip(-1), above)
 
 
 class _PrefixMean(torch.autograd.Function):
-    """A linear map: its derivative is its transpose, and the other way round."""
+    """A linear map: its derivative is its transpose, whose derivative is the map."""
 
     @staticmethod
     def forward(ctx, x, factors, delay, reverse, transposed):
@@ -185,7 +185,7 @@ def _run(x: Tensor, factors: BlockFactors, out: Tensor, reverse: bool, transpose
     whole, part = _blocks(x, inside.shape[-1], reverse)
     out_whole, out_part = _blocks(out, inside.shape[-1], reverse)
     blocks, rest = whole.shape[-3], part.shape[-2]
-    # The block that is not full is the last, or in reverse the first, filled from its end.
+    # The incomplete block is the last; in reverse it is the first, and its tokens are at its end.
     full = slice(-blocks if blocks else inside.shape[-3], None) if reverse else slice(0, blocks)
     odd, tokens = (0, slice(-rest, None)) if reverse else (-1, slice(0, rest))
     carry = None
@@ -195,7 +195,7 @@ def _run(x: Tensor, factors: BlockFactors, out: Tensor, reverse: bool, transpose
             sums.insert(0 if reverse else 1, (leave[..., odd, :, tokens] @ part)[..., None, :, :])
         means = torch.cat(sums, -3).squeeze(-2)
         carry = torch.empty_like(means)
-        ahead = (1, -1) if reverse == transposed else (-1, 1)  # which way the carry goes, one block on
+        ahead = (1, -1) if reverse == transposed else (-1, 1)  # the direction in which the carry moves by one block
         if transposed:
             means = pad(means, (0, 0, *ahead))
         _run(means, factors.above, carry, reverse, transposed)
@@ -217,7 +217,7 @@ def _run(x: Tensor, factors: BlockFactors, out: Tensor, reverse: bool, transpose
 
 
 def _add_products(out: Tensor, inside: Tensor, x: Tensor, into: Tensor, carry: Tensor | None) -> None:
-    """out = inside @ x + into @ carry, without a copy of the weights for each batch entry."""
+    """out = inside @ x + into @ carry, without copying the weights for each batch entry."""
     batch = x.shape[:-3]
     if prod(inside.shape[-3:]) < FEW:
         out.copy_(inside @ x)
@@ -232,7 +232,8 @@ def _add_products(out: Tensor, inside: Tensor, x: Tensor, into: Tensor, carry: T
 
 
 def _blocks(x: Tensor, c: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Views: whole blocks (…, blocks, c, e), and what is left over (…, rest, e), after them or in reverse before."""
+    """Views of the whole blocks (…, blocks, c, e) and of the rest (…, rest, e), which is after them, or in reverse
+    before them."""
     rest = x.shape[-2] % c
     cut = rest if reverse else x.shape[-2] - rest
     head, tail = x[..., :cut, :], x[..., cut:, :]

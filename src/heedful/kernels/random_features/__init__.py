@@ -1,4 +1,4 @@
-"""Attention by positive random features, the features made inside: one signature, in plain torch and in Triton."""
+"""Attention by positive random features, computed inside the kernel: one signature, in plain torch and in Triton."""
 
 from __future__ import annotations
 

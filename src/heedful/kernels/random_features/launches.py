@@ -1,4 +1,4 @@
-"""How the kernels are laid out and launched: the table of configurations, what a call's launches share."""
+"""The table of configurations of the kernels, and the setup that the launches of a call share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Config(NamedTuple):
 
 
 LAUNCHES = ("peaks", "states", "outputs", "adjoints", "queries", "dk", "dv")
-PARTED = ("states", "adjoints")  # one program for each few features; the others walk over them
+PARTED = ("states", "adjoints")  # one program for a few features; programs of the other launches loop over all features
 EXACT = dict.fromkeys(PARTED, Config(64, 8, 1)) | dict.fromkeys(("outputs", "dv"), Config(16, 8, 1))
 EXACT |= dict.fromkeys(("peaks", "queries", "dk"), Config(32, 8, 1))
-# Tokens a block, and the configuration of each launch. The first is what gpu_random_features.py --tune found on an
-# H200, the others go by registers and spills, compiled for sm_90. The key is the widest of d and e (up to it) and the
+# Tokens per block, and the configuration of each launch. gpu_random_features.py --tune found the first on an H200; the
+# others were chosen by registers and spills, compiled for sm_90. The key is the largest of d and e (up to it) and the
 # operands.
 CONFIGS = {
     (64, "bf16"): (
@@ -51,19 +51,19 @@ CONFIGS = {
     (128, "fp32"): (32, EXACT),
     (256, "fp32"): (16, EXACT),
 }
-PARTS = 512  # partial sums over all keys in flight, where nothing is causal
+PARTS = 512  # partial sums over all keys in flight, without `causal`
 SPLIT = True  # W as a sum of two bfloat16
-GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan takes at a time
-LEVELS = 1024  # blocks of which the levels are found at a time
+GROUP, TILE = 8, 256  # blocks × numbers that a program of the scan processes at a time
+LEVELS = 1024  # blocks whose levels are computed at a time
 
 
 def config(low: bool, widest: int) -> tuple[int, dict[str, Config]]:
-    """Tokens a block, and each launch by its name."""
+    """Tokens per block, and the configuration of each launch by name."""
     return CONFIGS[next(x for x in (64, 128, 256) if widest <= x), "bf16" if low else "fp32"]
 
 
 class FeatureSetup:
-    """What the launches for inputs of one kind share: sizes, constants, the compiled kernels."""
+    """Data shared by the launches for inputs of one kind: sizes, constants, the compiled kernels."""
 
     def __init__(self, q, v, weight, curvature, causal, biased):
         self.B, self.H, self.n, self.d = q.shape
@@ -75,7 +75,7 @@ class FeatureSetup:
         widest = max(self.D, self.E)
         self.block, self.configs = config(low, widest)
         self.blocks_q, self.blocks_k = over(self.n, self.block), over(self.m, self.block)
-        # the interpreter's dot does not know bfloat16
+        # the interpreter's dot does not support bfloat16
         self.operand = torch.bfloat16 if low and not INTERPRETED else torch.float32
         self.shared = dict(
             WEIGHTS=weight.shape[0],
@@ -100,7 +100,7 @@ class FeatureSetup:
         self.rows = rows_of(self.ready, sizes, MADE=True, BIASED=biased, dtype=q.dtype, **own)
 
     def span(self, name, n, rows) -> int:
-        """Tokens a chunk: one block where causal, else as many as leave enough chunks."""
+        """Tokens per chunk: one block if causal, otherwise as many as leave enough chunks."""
         if self.causal:
             return self.block
         chunks = max(1, PARTS // (self.B * rows * self.parts(name)))
@@ -110,7 +110,7 @@ class FeatureSetup:
         return over(self.M, self.configs[name].features)
 
     def launch(self, name, kernel, blocks, rows, pointers, numbers, key=(), **constants):
-        """By the compiled kernel itself from the second time on; `key` is what the setup's own does not cover."""
+        """Launch a kernel, directly once it is compiled; `key` adds what the setup's own key does not cover."""
 
         def describe():
             features, warps, stages = self.configs[name]
@@ -122,7 +122,7 @@ class FeatureSetup:
         launching.launch(self.ready, (name, key, tuple(constants.items())), pointers, describe)
 
     def find_levels(self, maxima, levels) -> None:
-        """The running maximum before each block, and after the last."""
+        """Compute the running maximum before each block, and after the last."""
 
         def describe():
             return triton_forward.levels, (self.B * self.KV,), (self.blocks_k,), dict(GROUP=LEVELS), dict(num_warps=4)
@@ -130,13 +130,13 @@ class FeatureSetup:
         launching.launch(self.ready, "levels", (maxima, levels), describe)
 
     def room(self, rows, chunks, like, dtype) -> tuple[Tensor, Tensor]:
-        """For the states of all chunks: one more than chunks where causal, and only then in another type."""
+        """Empty buffers for the states of all chunks; if causal, one more than chunks, with S in `dtype`."""
         chunks, dtype = (chunks + 1, dtype) if self.causal else (chunks, torch.float32)
         S = launching.empty((self.B, rows, chunks, self.E, self.M), like, dtype)
         return S, launching.empty((self.B, rows, chunks, self.M), like)
 
     def join(self, rows, slots, sums, levels, reverse) -> tuple[Tensor, Tensor]:
-        """The states before (or after) each block, in place; where nothing is causal, the state of all."""
+        """The states before (or after) each block, in place; without `causal`, the one state of all keys."""
         if not self.causal:
             return slots.sum(2).to(self.operand), sums.sum(2)
         for name, x, width, tile in (("slots", slots, self.E * self.M, TILE), ("sums", sums, self.M, 32)):
@@ -144,7 +144,7 @@ class FeatureSetup:
 
             def describe(width=width, tile=tile, constants=constants):
                 grid, numbers = (over(width, tile), self.B * rows), (slots.shape[2] - 1, width)
-                # one warp, so that a thread has all blocks of its numbers
+                # one warp, so that each thread holds all blocks of its numbers
                 return triton_forward.scan, grid, numbers, constants, dict(num_warps=1, num_stages=3)
 
             launching.launch(self.ready, (name, rows, reverse), (x, levels), describe)
@@ -155,7 +155,7 @@ SETUPS = launching.LaunchCache()
 
 
 def setup_for(q, k, v, key_bias, weight, curvature, causal) -> FeatureSetup:
-    """One setup for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
+    """The cached setup for inputs that Triton would treat alike: sizes, strides, dtype, alignment, device, rest."""
     tensors = [x for x in (q, k, v, key_bias) if x is not None]
     key: tuple = (q.shape, v.shape, weight.shape, q.dtype, q.device, curvature, causal, SPLIT, config)
     key += tuple(x.stride() for x in tensors) + tuple(x.data_ptr() % 16 == 0 for x in tensors)
@@ -167,7 +167,7 @@ BIASES = WeakIdKeyDictionary()
 
 
 def padded(weight: Tensor, setup: FeatureSetup) -> Tensor:
-    """W to base 2 as (heads, 2, D, M) operands: W rounded, and what the rounding left."""
+    """W in base 2 as (heads, 2, D, M) operands: W rounded, and the rounding error."""
 
     def make():
         wide = weight.detach().float() * log2(torch.e)
@@ -179,7 +179,7 @@ def padded(weight: Tensor, setup: FeatureSetup) -> Tensor:
 
 
 def biases(bias: Tensor | None, weight: Tensor, setup: FeatureSetup) -> Tensor:
-    """c to base 2, −∞ for the features beyond the last."""
+    """c in base 2, −∞ for the features beyond the last."""
 
     def make():
         own = weight.new_zeros(weight.shape[0], weight.shape[-1]) if bias is None else bias.detach()

@@ -1,10 +1,10 @@
-"""Random feature attention in plain torch: the same call as the Triton form, on any device, any float type.
+"""Random feature attention in plain torch: the same call as in Triton, on any device, in any float type.
 
     definition  o_i = Σ_j (φq_i·φk_j) v_j / Σ_j (φq_i·φk_j),   j ≤ i if causal
                 log φq = q Wq + c,   log φk = k Wk + c − curvature ‖k‖²/2 + key_bias
     fast        the logarithms go to chunked_linear, which stabilises them without looking ahead
 
-A factor that depends on the query alone leaves the quotient, so a query's ‖q‖² has no place here.
+A factor that depends on the query alone cancels in the quotient, so ‖q‖² does not appear.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heedful.kernels.chunked_linear.reference import chunked_linear
 
 
 def objections(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bias=None, causal=True) -> list[str]:
-    """Why these inputs have no meaning, in sentences; none if they do."""
+    """Why these inputs are invalid, in sentences; empty if they are valid."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return [f"q, k, v must be (batch, heads, tokens, width), got {q.ndim}, {k.ndim} and {v.ndim} axes."]
     (B, H, n, d), (_, KV, m, _) = q.shape, v.shape
@@ -77,7 +77,7 @@ def random_features(
     key_bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention by positive features that are exponentials of something linear in the token.
+    """Attention by positive features: exponentials of functions that are linear in the token.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
     >>> omega = torch.randn(1, 4, 16)

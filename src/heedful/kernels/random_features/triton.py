@@ -1,33 +1,33 @@
 """Random feature attention in Triton: the same call as reference.py.
 
-Here is which programs are launched, on what memory, and what is kept for the backward pass; triton_forward.py and
-triton_backward.py have the programs, launches.py the sizes. Features are made from q and k in every launch and never
-reach device memory.
+This file launches the kernels, allocates their buffers, and saves what the backward pass needs; triton_forward.py and
+triton_backward.py have the kernels, launches.py the sizes. Every launch computes features from q and k; they are never
+written to device memory.
 
     features    fq_i = 2^(q_i Wq + c − a_i),  a_i = max_r;   fk_j = 2^(k_j Wk + c − b_j),  b_j = max_r;  all in (0, 1]
-    weights     top_j = b_j − curvature ‖k_j‖²/2 + key_bias_j (to base 2),  s_i = max_{j ≤ i} top_j
+    weights     top_j = b_j − curvature ‖k_j‖²/2 + key_bias_j (in base 2),  s_i = max_{j ≤ i} top_j
                 w_ij = 2^(top_j − s_i) ≤ 1 for j ≤ i:   num_i = Σ_j w_ij (fq_i·fk_j) v_j,  den_i = Σ_j w_ij (fq_i·fk_j)
     forward     peaks     a, b, top and its running maximum within each block
                 levels    the running maximum before each block
-                states    each block by itself: Sᵀ = Σ_j leave_j v_j fk_jᵀ,  z = Σ_j leave_j fk_j
+                states    each block alone: Sᵀ = Σ_j leave_j v_j fk_jᵀ,  z = Σ_j leave_j fk_j
                 scan      over the blocks: the state before each
                 outputs   P = w ∘ fq fkᵀ,  num = P v + into (fq S),  den = P 1 + into (fq·z),  o = num / den
     backward    g_i = do_i / den_i,  δ_i = do_i·o_i / den_i
-                adjoints  each block by itself: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
+                adjoints  each block alone: Rᵀ = Σ_i into_i g_i fq_iᵀ,  y = −Σ_i into_i δ_i fq_i
                 scan      the same backwards: R and y after each block
                 queries   dfq = D fk + into (g Sᵀ − δ zᵀ),  D = w ∘ (g vᵀ − δ 1ᵀ);   dq = (dfq ∘ fq) Wqᵀ
                 dk, dv    dfk = Dᵀ fq + leave (v Rᵀ + yᵀ),  dv = (w ∘ fq fkᵀ)ᵀ g + leave (fk R)
                           dk = (dfk ∘ fk) Wkᵀ − curvature (dfk·fk) k,  d key_bias = dfk·fk
-    rare rows   where den is faint, o and the gradients are those of log space (chunked_linear/triton_rows.py)
+    rare rows   if den is faint, o and the gradients are computed in log space (chunked_linear/triton_rows.py)
     moving      into_i = 2^(s_before − s_i), leave_j = 2^(top_j − s_last), keep = 2^(s_before − s_last) of a block
     precision   logarithms, normaliser and sums in float32. Operands of a product: bfloat16 for bfloat16, with W as
-                a sum of two (an error in ωᵀx is one in a logarithm); tf32 for float16, six products of bfloat16 for
-                float32. What is bfloat16 already (v, do) is an operand as it is: its factors wait for the product, or
-                go to the features, which are rounded anyway. R, whose errors weigh most, is kept in float32
+                a sum of two (an error in ωᵀx is an error in a logarithm); tf32 for float16, bf16x6 for float32.
+                Tensors in bfloat16 (v, do) are operands as they are: their factors are applied after the product, or
+                to the features, which are rounded anyway. R, whose errors matter most, is stored in float32
 
-Every program walks over the features, a few dozen at a time: what it holds does not grow with their number. ‖q‖² and
-the shifts a, b, s leave the quotient, so no gradient goes through them. s looks at no later token. Each element is
-written by one program in a fixed order: runs are bit-equal. README.md has the floors and the measurements.
+Every program loops over the features, a few dozen at a time, so its registers do not grow with their number. ‖q‖² and
+the shifts a, b, s cancel in the quotient, so no gradient flows through them. s depends on no later token. One program
+writes each element, in a fixed order: runs are bit-equal. README.md has the lower bounds and the measurements.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def random_features(
 
 
 class _Attention(torch.autograd.Function):
-    """The launches joined: keeps q, k, v, o, the state before each block and six numbers a token and head."""
+    """Both passes; saves q, k, v, o, the state before each block and six numbers per token and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, key_bias, query_weight, key_weight, bias, curvature, causal):
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
         setup, do = ctx.setup, packed(do)
         B, H, KV, n, m, d, e = setup.B, setup.H, setup.KV, setup.n, setup.m, setup.d, setup.e
         key = do.dtype, do.stride(), do.data_ptr() % 16 == 0
-        kind = q.dtype if H == KV else torch.float32  # the query heads that share a key head are summed below
+        kind = q.dtype if H == KV else torch.float32  # gradients of query heads that share a key head are summed below
         dq = tokens(layout(q, H), q, d)
         dk, dv = tokens(layout(k, H), k, d, kind), tokens(layout(v, H), v, e, kind)
         delta = launching.empty((B, H, n), q)

@@ -1,4 +1,4 @@
-"""The programs of the backward pass; triton.py says what they compute and launches them."""
+"""The kernels of the backward pass; triton.py says what they compute and launches them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from heedful.kernels.triton_tiles import read, write
 
 @triton.jit
 def _returned(grad, high, low, back, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """back + grad Wᵀ, both in two parts where W is"""
+    """back + grad Wᵀ, both in two parts if W is."""
     rounded = grad.to(OPERAND)
     back = tl.dot(rounded, tl.trans(high), back, input_precision=PRECISION)
     if SPLIT:
@@ -150,7 +150,7 @@ def keys(
     EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """One block of dk or of dv for one query head, apart since both at once spill; n counts keys."""
+    """One block of dk or of dv for one query head (both at once would spill registers); n counts keys."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
@@ -227,6 +227,6 @@ def keys(
     if DK:
         if BIASED:
             tl.store(shares + row * n + base + t, share, mask=t < left)
-        # curvature is to base 2 and halved
+        # curvature is in base 2 and halved
         back = (back - 2 * curvature * share[:, None] * y.to(tl.float32)) * LN2
         write(dk, t, dk_t, cd, d, back, left, EVEN_N, EVEN_D)

@@ -1,4 +1,4 @@
-"""What the programs of both passes share: features from their logarithms, states, weights inside a block."""
+"""Code shared by the kernels of both passes: features from their logarithms, states, weights inside a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heedful.kernels.arithmetic import exp2
 
 @triton.jit
 def numbers_at(pointer, t, left):
-    """One number a token, zero outside."""
+    """Load one number per token; zero outside."""
     return tl.load(pointer + t, mask=t < left, other=0.0)
 
 
@@ -19,9 +19,9 @@ def logs_of(
     x, W, bias, at,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """x W + c to base 2 for the features from `at` on, W in one or two parts; −∞ for features beyond the last.
+    """x W + c in base 2 for the features from `at` on, W in one or two parts; −∞ for features beyond the last.
 
-    Also both parts of W, for the way back."""
+    Also returns both parts of W, for the backward pass."""
     cr = at + tl.arange(0, R)
     here = W + tl.arange(0, D)[:, None] * M + cr[None, :]
     high = tl.load(here)
@@ -38,14 +38,14 @@ def features_of(
     x, peak, W, bias, at,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """2^(x W + c − peak) in (0, 1] for the features from `at` on; and W."""
+    """2^(x W + c − peak) in (0, 1] for the features from `at` on; also returns W."""
     logs, high, low = logs_of(x, W, bias, at, SPLIT, PRECISION, D, M, R)
     return exp2(logs - peak[:, None]), high, low
 
 
 @triton.jit
 def state_at(slots, sums, column, at, some, OPERAND: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
-    """Sᵀ, an operand, and z for the features from `at` on; zero where there are none yet (some = 0)."""
+    """Sᵀ, as an operand, and z for the features from `at` on; zero if there is no state yet (some = 0)."""
     r = at + tl.arange(0, R)
     S = tl.load(slots + column[:, None] * M + r[None, :], mask=(r < some)[None, :], other=0.0)
     return S.to(OPERAND), tl.load(sums + r, mask=r < some, other=0.0)
@@ -53,7 +53,7 @@ def state_at(slots, sums, column, at, some, OPERAND: tl.constexpr, M: tl.constex
 
 @triton.jit
 def weigh(a, top, s, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
-    """w ∘ a for a[query, key]; for a[key, query] with ADJOINT."""
+    """w ∘ a for a[query, key]; with ADJOINT for a[key, query]."""
     i = tl.arange(0, BLOCK)
     if ADJOINT:
         seen = i[None, :] >= i[:, None]
@@ -65,7 +65,7 @@ def weigh(a, top, s, BLOCK: tl.constexpr, ADJOINT: tl.constexpr):
 
 @triton.jit
 def tops_of(tops, climbs, levels, t, left, block, blocks, CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):
-    """Of a block: top, s, and s before and after it."""
+    """top and s of a block, and s before and after it."""
     if CAUSAL:
         before = tl.load(levels + block)
         last = tl.load(levels + block + 1)

@@ -1,4 +1,4 @@
-"""The programs of the forward pass, and the scan of both; triton.py says what they compute and launches them."""
+"""The kernels of the forward pass, and the scan of both; triton.py says what they compute and launches them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def peaks(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, BLOCK: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The largest logarithm of each token; of keys also top, its running maximum and its maximum over the block."""
+    """The largest logarithm of each token; for keys also top, its running maximum and its maximum over the block."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
@@ -76,7 +76,7 @@ def states(
     PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, BLOCK: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's own Sᵀ and z for a few features: in slot c + 1 of its head; where nothing is causal, in slot c."""
+    """A chunk's own Sᵀ and z for a few features, in slot c + 1 of its head; without CAUSAL in slot c."""
     chunk = tl.program_id(0) // (M // R)
     at = tl.program_id(0) % (M // R) * R
     row = tl.program_id(1).to(tl.int64)
@@ -116,7 +116,7 @@ def scan(
 ):  # fmt: skip
     """x_{c+1} ← keep_c x_c + x_{c+1} over the slots of a head from zero, or x_c ← keep_c x_{c+1} + x_c backwards.
 
-    Slot c is on the scale before block c; the first one forwards and the last one backwards is not read."""
+    Slot c is on the scale before block c. The first slot forwards, and the last one backwards, is not read."""
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64)
     slots += row * (chunks + 1) * width
@@ -136,7 +136,7 @@ def scan(
         kept, own = tl.associative_scan((tl.broadcast_to(keep[:, None], (GROUP, TILE)), own), 0, link)
         own += kept * x[None, :]
         tl.store(here, own, mask=ok[:, None] & inside)
-        # chunks beyond the last add nothing and keep everything
+        # chunks beyond the last add nothing and have keep = 1
         x = tl.sum(tl.where((tl.arange(0, GROUP) == GROUP - 1)[:, None], own, 0.0), 0)
 
 
@@ -149,7 +149,7 @@ def outputs(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
     BLOCK: tl.constexpr, D: tl.constexpr, M: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """One block of outputs from the state before it, or from the state of all keys."""
+    """One block of outputs from the state before it, or without CAUSAL from the state of all keys."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H

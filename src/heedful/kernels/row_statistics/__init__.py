@@ -1,4 +1,4 @@
-"""Sums over the rows of an attention matrix in one pass, without the matrix."""
+"""Sums over the rows of an attention matrix in one pass; the matrix is not materialised."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Sums over a block of whole rows, each from one reading of its weights."""
+"""Sums over a block of whole rows, each from one read of its weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from heedful.kernels.blocked.tiles import VECTOR, Keys, Mask
 from heedful.kernels.row_statistics.sums import Band, RowSums
 from heedful.shapes import Bool, Float, Int, Tensor
 
-CHUNK = 64  # numbers of a row whose largest is found together
+CHUNK = 64  # elements of a row whose maximum is found together
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where a block of whole rows stands, and what is asked of it.
+    """The position of a block of whole rows, and the sums requested from it.
 
-    Every query sees the first `clear` keys; `mask` is about those after them, and None where all are seen. Where there
-    are no segments, positions are indices, and `first` is that of the first query.
+    Every query sees the first `clear` keys; `mask` covers the keys after them and is None if all are seen. Without
+    segments, positions are indices, and `first` is the index of the first query.
     """
 
     i: Int[Tensor, "*#s r 1"]
@@ -41,10 +41,10 @@ class Block:
         return self.mask.count[..., 0] + self.clear
 
     def pieces(self, band: Band) -> Iterator[tuple[slice, Bool[Tensor, "*s r c"] | None]]:
-        """The keys of a band in a few slices, each with who is inside; None: all are.
+        """Slices of keys that cover a band, each with a mask of the pairs inside; the mask is None if all pairs are.
 
-        Where positions ascend, as they do without segments, only the band's edges need a mask, and a narrow band costs
-        what it holds.
+        If positions ascend, as they do without segments, only the band's edges need a mask, and the cost is
+        proportional to the size of the band.
         """
         least, most = band
         if least is not None and most is not None and least > most:
@@ -53,8 +53,8 @@ class Block:
             yield slice(None), self._inside(slice(None), band)
             return
         first, last = self._span
-        start = 0 if least is None else self._before(first + least)  # no query has an earlier key
-        inner = 0 if least is None else self._before(last + least)  # from here on all queries are past the lower end
+        start = 0 if least is None else self._before(first + least)  # no query's band has an earlier key
+        inner = 0 if least is None else self._before(last + least)  # from here on, keys are above every lower end
         outer = len(self.keys) if most is None else self._before(first + most + 1)
         stop = len(self.keys) if most is None else self._before(last + most + 1)
         inner, outer = inner + -inner % VECTOR, outer - outer % VECTOR
@@ -66,7 +66,7 @@ class Block:
 
     @cached_property
     def _span(self) -> tuple[int, int] | None:
-        """The first and the last position of the queries; None where positions do not ascend."""
+        """The first and the last position of the queries; None if positions do not ascend."""
         if self.first is not None:
             return self.first, self.first + self.i.shape[-2] - 1
         plain = self.j.numel() == len(self.keys) and self.i.numel() == self.i.shape[-2]
@@ -76,7 +76,7 @@ class Block:
         return int(first), int(last)
 
     def _before(self, position: int) -> int:
-        """How many keys stand before a position."""
+        """The number of keys before a position."""
         if self.first is not None:
             return self.keys.before(position)
         return int(torch.searchsorted(self.j.flatten(), position))
@@ -98,7 +98,7 @@ def sums_of(
     block: Block,
     spare: Float[Tensor, "*b r c"],
 ) -> RowSums:
-    """All sums; `spare` is memory that may be written to."""
+    """All sums of a block; `spare` is a buffer that may be overwritten."""
     signed = absolute is not weights
     bands = [_band_sums(weights, signed, block, band, spare) for band in block.bands]
     none = weights.new_zeros(*mass.shape, 0)
@@ -116,18 +116,18 @@ def sums_of(
         where=where,
         count=block.count().expand(mass.shape),
         at=at,
-        seen=torch.empty_like(at, dtype=torch.bool),  # see _seen
+        seen=torch.empty_like(at, dtype=torch.bool),  # filled later by _seen
         band_mass=torch.stack([x[0] for x in bands], -1) if bands else none,
         band_dot=torch.stack([x[1] for x in bands], -2) if bands else weights.new_zeros(*mass.shape, 0, width),
-        product=none,  # comes with the pass
+        product=none,  # filled later by the pass over the tiles
     )
 
 
 def largest(x: Float[Tensor, "*b r c"]) -> tuple[Float[Tensor, "*b r 1"], Int[Tensor, "*b r 1"]]:
-    """The largest number of each row, and the first place where it stands.
+    """The largest element of each row, and the first place where it occurs.
 
-    On a CPU `max` with its index goes number by number, and takes ten times as long as `amax`; so the largest of each
-    chunk first.
+    On a CPU, `max` with its index is not vectorised and takes ten times as long as `amax`. So this finds the maximum of
+    each chunk first.
     """
     chunks = x.shape[-1] // CHUNK
     if x.device.type != "cpu" or chunks < 2:
@@ -162,6 +162,6 @@ def _band_sums(
 
 
 def _gather(weights: Float[Tensor, "*b r c"], keys: Keys, targets: Int[Tensor, "*#b r t"]) -> Float[Tensor, "*b r t"]:
-    """The weights at the target keys, 0 for a target that is not among these keys."""
+    """The weights at the target keys; 0 for a target that is not among these keys."""
     place, found = keys.find(targets)
     return weights.gather(-1, place.expand(*weights.shape[:-2], -1, -1)) * found

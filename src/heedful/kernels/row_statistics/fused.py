@@ -1,12 +1,12 @@
 """Row statistics of softmax attention by the Triton kernels of kernels/softmax.
 
-rows        one walk over the keys gives lse, Σ a², the entropy, max a and its key
+rows        one loop over the keys computes lse, Σ a², the entropy, max a and its key
 count       the lengths of a query's two intervals
-targets     a = exp(s − lse), with s from the one key that is asked for
-bands       the same walk over the intervals cut to the band: it gives the lse of the band alone, so that
+targets     a = exp(s − lse), with s from the one target key
+bands       the same loop over the intervals cut to the band computes the lse of the band alone, so that
             Σ a = exp(lse_band − lse) = share;  Σ a X = share · (the band's own A X)
-sink        as if there were none, then every sum times σ = exp(lse − log(exp lse + exp sink)), and the entropy that of
-            σp and 1 − σ together
+sink        computed without the sink first; then every sum is multiplied by σ = exp(lse − log(exp lse + exp sink)),
+            and the entropy becomes that of σp and 1 − σ together
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes
 
-GATHERED = 1 << 26  # elements of keys that targets take at a time
+GATHERED = 1 << 26  # elements of keys gathered at a time for targets
 
 
 @uncompiled
@@ -89,7 +89,7 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
 
 
 def _others(request: Request) -> list[torch.Size]:
-    """Batch axes that the request brings along."""
+    """The batch shapes of the tensors in the request."""
     return [x.shape[:-2] for x in (request.targets, request.columns) if x is not None]
 
 
@@ -99,7 +99,7 @@ def _walk(q, k, where: Intervals, scale: float, cap: float | None, batch) -> lis
 
 
 def _at(q, k, where: Intervals, scale: float, cap: float | None, level: Tensor, targets: Tensor):
-    """The weights at the targets, 0 where a query does not see its target; and where it does."""
+    """The weights at the targets (0 where a query does not see its target), and whether it sees it."""
     batch, n = level.shape[:-1], level.shape[-1]
     targets = targets.expand(*batch, *targets.shape[-2:])
     lo, hi, start, stop = (x[..., None] for x in where.bounds)
@@ -128,7 +128,7 @@ def _fill_band(out: RowSums, index: int, q, k, where: Intervals, scale, cap, lev
     share = torch.exp2(within - level).masked_fill_(within == inf, 0)
     out.band_mass[..., index] = share
     if columns is not None:
-        # The columns may need all of float32, which weights rounded to bfloat16 would spoil.
+        # The columns may need all bits of float32; weights rounded to bfloat16 would lose them.
         job = launches.job(q.float(), k.float(), columns.float(), where, scale, cap)
         dot = job.setup.as_given(launches.attend(job)[0], columns.shape[-1])
         out.band_dot[..., index, :] = dot * share[..., None]

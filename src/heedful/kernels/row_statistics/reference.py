@@ -1,10 +1,10 @@
-"""Row statistics in plain torch: whole rows, a block at a time, each block used for all sums and then forgotten.
+"""Row statistics in plain torch, a block of whole rows at a time. Each block is used for all sums, then discarded.
 
 softmax     t = max s,  e = exp(s − t),  Z = Σ e,  p = e / Z,  lse = t + log Z
-            sums of e first, then of p, which are those times 1 / Z: there are fewer rows than weights
+            the sums of e are taken first and then multiplied by 1 / Z: there are fewer rows than weights
             entropy = log Z − Σ e (s − t) / Z                two terms ≥ 0: nothing cancels
-sink        p over the keys alone, then every sum times σ = exp(lse − log(exp lse + exp sink)), and the entropy that of
-            σp and 1 − σ together
+sink        p over the keys alone first; then every sum is multiplied by σ = exp(lse − log(exp lse + exp sink)), and
+            the entropy becomes that of σp and 1 − σ together
 otherwise   p = |a| / Σ |a|,  entropy = −Σ p log p,  0 log 0 = 0
 """
 
@@ -41,7 +41,7 @@ def row_statistics(
     request: Request,
 ) -> RowSums:
     """Sums over the rows of A = W(scale · Q Kᵀ), over the tiles that the pattern allows."""
-    if segments is not None:  # what stands in padding, NaN too, must reach no sum
+    if segments is not None:  # values at padding, even NaN, must not reach any sum
         layout = resolve(segments, q.shape[-2], k.shape[-2])
         q = q.masked_fill(layout.query_ids[..., None] < 0, 0)
         k = k.masked_fill(layout.key_ids[..., None] < 0, 0)
@@ -53,7 +53,7 @@ def row_statistics(
     out = RowSums.blank(work.batch, work.n, request, work.dtype, q.device, softmax)
     request = _prepared(request, pattern, work.dtype)
     layout = resolve(segments, work.n, work.m, q.device)
-    later = ("seen", "product", *(("mass", "largest") if softmax else ()))  # not in the sums of a block
+    later = ("seen", "product", *(("mass", "largest") if softmax else ()))  # filled elsewhere, not by a block's sums
     around = isinstance(request.into, Tensor) and not _blank_around(request.into, pattern, segments, work.scratch)
     for tile in work.tiles():
         scores, bias = work.scores(tile), work.bias_of(tile)
@@ -75,7 +75,7 @@ def row_statistics(
         elif request.into is not None:
             _leave(request.into, tile, weights, factor, around)
     if request.into is not None:
-        _blank(request.into, out.count == 0)  # such queries may be in no tile
+        _blank(request.into, out.count == 0)  # tiles need not cover such queries
     if isinstance(request.into, Tensor):
         _remember(request.into, None if segments is not None else pattern, work.scratch)
     out = _normalised(out, rows) if isinstance(rows, SoftmaxRows) else out
@@ -83,7 +83,7 @@ def row_statistics(
 
 
 def objections(q, k, rows, pattern, segments, scale, request) -> list[str]:
-    """None: this is the path that takes everything."""
+    """Empty: this backend takes all inputs."""
     return []
 
 
@@ -97,7 +97,7 @@ def by_blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> RowSums:
-    """The same for a matrix of any kind whose rows can be had in blocks."""
+    """The same sums for any matrix whose rows can be computed in blocks."""
     *batch, n, m = shape
     wide = torch.promote_types(dtype, torch.float32)
     out = RowSums.blank(tuple(batch), n, request, wide, device, softmax=False)
@@ -145,7 +145,7 @@ def by_blocks(
 def _seen(
     none: Bool[Tensor, "*b n t"], request: Request, layout: Layout, pattern: Pattern | None
 ) -> Bool[Tensor, "*b n t"]:
-    """Whether pattern and segments let each query see its targets."""
+    """True where pattern and segments let a query see its target."""
     ids, key_ids, i, j = layout
     if request.targets is None or not none.numel() or not key_ids.shape[-1]:
         return none
@@ -162,7 +162,7 @@ def _seen(
 
 
 def _prepared(request: Request, pattern: Pattern | None, dtype: torch.dtype) -> Request:
-    """The same request as blocks take it: bands end where the pattern does; columns are rows in memory.
+    """The request as blocks use it: bands cut to the pattern, and columns contiguous along the tokens.
 
     (A product with few columns is five times slower than its transpose.)
     """
@@ -180,7 +180,7 @@ def _leave(
     factor: Float[Tensor, "*#b r 1"],
     around: bool,
 ) -> None:
-    """Rows of the matrix: the weights of a tile times a factor for each row, and zeros around them if they are not."""
+    """Write a tile's weights, times a factor for each row, into the matrix; if `around`, write zeros beside them."""
     rows = pick(into, tile.batch)[..., tile.rows, :]
     if tile.cols.interval is None:
         rows = rows.zero_() if around else rows
@@ -207,7 +207,7 @@ def _hand_over(
 
 
 def _blank(into: Float[Tensor, "*b n m"] | Receiver, blind: Bool[Tensor, "*b n"]) -> None:
-    """Zeros in the rows of these queries."""
+    """Write zeros into the rows of these queries."""
     if not bool(blind.any()):
         return
     if isinstance(into, Tensor):
@@ -220,13 +220,13 @@ def _blank(into: Float[Tensor, "*b n m"] | Receiver, blind: Bool[Tensor, "*b n"]
 def _blank_around(
     into: Float[Tensor, "*b n m"], pattern: Pattern, segments: Segments | None, scratch: dict[str, Any]
 ) -> bool:
-    """Whether a pass left a matrix of the same pattern here, and nothing was written to it since."""
+    """True if `into` holds a matrix of the same pattern, written by an earlier pass and not modified since."""
     room, *known = scratch.get("left", {}).get(into.data_ptr(), (None, None))
     return segments is None and room is not None and room() is not None and known == [*_place(into), pattern]
 
 
 def _remember(into: Float[Tensor, "*b n m"], pattern: Pattern | None, scratch: dict[str, Any]) -> None:
-    """That a matrix of this pattern is in this room now; nothing of rooms that are gone."""
+    """Record that `into` now holds a matrix of this pattern; drop the records of buffers that were freed."""
     left = {at: note for at, note in scratch.get("left", {}).items() if note[0]() is not None}
     if _writes(into) is not None:
         left[into.data_ptr()] = ref(into if into._base is None else into._base), *_place(into), pattern
@@ -238,7 +238,7 @@ def _place(into: Tensor) -> tuple[Any, ...]:
 
 
 def _writes(x: Tensor) -> int | None:
-    """How often x was written to; None where torch does not count."""
+    """torch's count of writes to x; None for inference tensors, which have none."""
     return None if x.is_inference() else x._version
 
 
@@ -255,17 +255,17 @@ def _block(tile: Tile, request: Request, first: int | None, axes: int) -> Block:
 def _of_softmax(
     work: Work, rows: SoftmaxRows, scores: Tensor, tile: Tile, bias: Tensor | None, block: Block
 ) -> tuple[RowSums, Tensor, Tensor]:
-    """Sums of e, e itself, which the next tile overwrites, and the factors that make it rows of A.
+    """The sums of e, e itself (the next tile overwrites it), and the factors that turn e into rows of A.
 
-    (On a CPU exp takes nearly three times as long as exp2, and a softmax twice.)
+    (On a CPU exp takes nearly three times as long as exp2, and a softmax twice as long.)
     """
     logits = rows.logits(scores, tile, bias, rows.parameters)
     top, place = largest(logits) if block.places else (logits.amax(-1, keepdim=True), None)
     finite = torch.finfo(logits.dtype)
-    logits = logits.sub_(top.clamp(min=finite.min)).mul_(1 / log(2))  # a row of −∞ alone stays one
+    logits = logits.sub_(top.clamp(min=finite.min)).mul_(1 / log(2))  # a row of only −∞ stays −∞
     weights = torch.exp2(logits, out=work.buffer("weights", *logits.shape))
     hidden = logits[..., tile.clear :] if bias is None and rows.bias_function is None else logits
-    hidden.clamp_(min=finite.min / 2)  # 0 · −∞ is no number
+    hidden.clamp_(min=finite.min / 2)  # 0 · −∞ is NaN
     total, product = weights.sum(-1, keepdim=True), logits.mul_(weights).sum(-1)
     found = sums_of(weights, weights, total[..., 0], total, place, product, block, logits)
     factor = total.clamp(min=1).reciprocal()
@@ -275,7 +275,7 @@ def _of_softmax(
 
 
 def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
-    """The sums of A from those of e, among which are t for the log-sum-exp and Σ e log₂ e for the entropy."""
+    """The sums of A from those of e; `found` also holds t for the log-sum-exp and Σ e log₂ e for the entropy."""
     assert found.lse is not None
     total = found.total.clamp(min=1)
     lse, mass = found.lse + total.log(), (found.lse != -inf).to(total.dtype)
@@ -284,7 +284,7 @@ def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
         sink = with_axes(rows.sink, lse.ndim - 1, 0)[..., None].to(lse.dtype) / rows.temperature
         mass, taken, lse = _beside(lse, sink)
         entropy = with_sink(entropy, mass, taken)
-    product = found.product  # which is of A already
+    product = found.product  # of A already
     found = replace(found, largest=torch.ones_like(mass), product=product[..., :0]).scaled(mass / total)
     return replace(found, total=mass, mass=mass, entropy=entropy, lse=lse, product=product)
 
@@ -292,7 +292,7 @@ def _normalised(found: RowSums, rows: SoftmaxRows) -> RowSums:
 def _beside(
     lse: Float[Tensor, "*b"], sink: Float[Tensor, "*#b"]
 ) -> tuple[Float[Tensor, "*b"], Float[Tensor, "*b"], Float[Tensor, "*b"]]:
-    """What a sink leaves of the mass of a row, what it takes, and the log-sum-exp with it.
+    """The shares of a row's mass that the keys and the sink have, and the log-sum-exp that includes the sink.
 
     0, 0 and −∞ for a row that sees nothing.
     """
@@ -302,7 +302,7 @@ def _beside(
 
 
 def of_weights(weights: Float[Tensor, "*b r c"], block: Block) -> RowSums:
-    """The sums of a block of rows of any weights: signed, unnormalised, zero."""
+    """The sums of a block of rows with arbitrary weights: signed, unnormalised or zero."""
     mass = weights.abs()
     total = mass.sum(-1, keepdim=True)
     proportions = mass / total.masked_fill(total == 0, 1)

@@ -1,7 +1,7 @@
-"""Row statistics over keys a stride apart: those of plain rows inside residue classes (kernels/softmax/strided).
+"""Row statistics over keys a stride apart, by plain rows inside residue classes (kernels/softmax/strided).
 
-keys      j = b·s + r is row b of class r: a target in another class is not seen
-bands     offsets least … most are the steps ⌈least / s⌉ … ⌊most / s⌋
+keys      j = b·s + r is row b of class r; a query does not see a target of another class
+bands     offsets least … most become the steps ⌈least / s⌉ … ⌊most / s⌋
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
 
 
 def _targets(targets: Int[Tensor, "*#b n t"], grid: Grid) -> Int[Tensor, "*#b r a t"]:
-    """Rows of the grid; −1 for none and for those of another class."""
-    wanted = grid.queries(targets.long() + 1) - 1  # what fills the grid is 0, so −1: none
+    """The targets as rows of the grid; −1 for no target and for a target of another class."""
+    wanted = grid.queries(targets.long() + 1) - 1  # the grid is filled with 0, which becomes −1: no target
     residue = torch.arange(grid.step, device=targets.device)[:, None, None]
     return torch.where((wanted >= 0) & (wanted % grid.step == residue), wanted // grid.step, -1)
 
@@ -83,7 +83,7 @@ def _steps(band: Band, step: int) -> Band:
 
 
 def _joined(parts: list[RowSums]) -> RowSums:
-    """Classes of full length, then those that lack the last row, filled up with one that is never read."""
+    """Join the classes of full length with those that lack the last row; zeros fill that row and are never read."""
     longer, shorter = parts
     found: dict[str, Any] = {}
     for name, x in shorter.tensors().items():
@@ -94,7 +94,7 @@ def _joined(parts: list[RowSums]) -> RowSums:
 
 
 def _back(found: RowSums, grid: Grid) -> RowSums:
-    """From (*batch, r, a, …) to (*batch, n, …)."""
+    """Reorder (*batch, r, a, …) to (*batch, n, …)."""
     axis = found.total.ndim - 2
     residue = torch.arange(grid.step, device=found.total.device)[:, None]
     where = torch.where(found.where >= 0, found.where * grid.step + residue, -1)

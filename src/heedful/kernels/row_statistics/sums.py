@@ -1,7 +1,7 @@
-"""What is asked of the rows of a matrix, and what comes back.
+"""A request for sums over the rows of a matrix, and the result.
 
-A request names places by their keys and bands by their offsets j − i, and nothing else: sinks, neighbours, the last
-token and the target of an induction head are all *targets*; windows and contexts are all *bands*.
+A request names keys by index (*targets*) and ranges of offsets j − i (*bands*), nothing more. Sinks, neighbours, the
+last token and the target of an induction head are all targets; windows and contexts are all bands.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from heedful.kernels.blocked.tiles import pick
 from heedful.shapes import Bool, Float, Int, Tensor
 
 Band = tuple[int | None, int | None]
-"""The least and the largest offset j − i, both inside; None: no limit."""
+"""The smallest and the largest offset j − i, both included; None: no limit."""
 
 
 class Receiver(ABC):
-    """Somewhere to leave a matrix that is no tensor."""
+    """Takes the rows of a matrix when the destination is not a tensor."""
 
     @abstractmethod
     def put(
@@ -31,7 +31,7 @@ class Receiver(ABC):
         weights: Float[Tensor, "*b r c"],
         factor: Float[Tensor, "*#b r 1"],
     ) -> None:
-        """These rows: weights times a factor on the keys from `first` on, zeros on all others.
+        """Store these rows: weights times a factor at the keys from `first` on, zeros at all others.
 
         at   indexes the leading batch axes, as in a tile
         """
@@ -39,17 +39,16 @@ class Receiver(ABC):
 
 @dataclass(frozen=True)
 class Request:
-    """Beyond the sums of whole rows.
+    """What to compute beside the sums of whole rows.
 
-    targets   keys whose weights are wanted, for each query, by index; −1: none
-    bands     offsets (least, largest) whose share of a row is wanted
-    columns   vectors that the rows of each band are multiplied by
+    targets   for each query, the indices of keys whose weights are wanted; −1: none
+    bands     ranges of offsets (smallest, largest) whose share of a row is wanted
+    columns   vectors X; the result has the product of X with the part of each row inside each band
     values    vectors that whole rows are multiplied by, such as a layer's values
-    into      room in which the weights themselves are left, zeros too, where the matrix is wanted as well
-    down      zeros to which the sums of the columns are added, where the matrix is left
-    places    whether the key of each row's largest weight is wanted, which a CPU finds no faster than a softmax
-    scratch   memory that passes which follow one another may use again; a backend keeps there what it likes,
-              what it knows of `into` too
+    into      a buffer for the matrix, if it is wanted as well; the pass writes all weights, zeros included
+    down      zeros, to which the pass adds the column sums of the matrix
+    places    whether the key of each row's largest weight is wanted; on a CPU that costs as much as a softmax
+    scratch   buffers to reuse in the next pass; a backend may store anything there, also what `into` holds
     """
 
     targets: Int[Tensor, "*#b n t"] | None = None
@@ -67,8 +66,9 @@ def with_sink(
 ) -> Float[Tensor, "*b"]:
     """The entropy of keys and sink together: σ H − σ log σ − (1 − σ) log (1 − σ).
 
-    kept    σ, the share of the keys, whose proportions have the entropy H
-    taken   1 − σ, the share of the sink, by itself: a difference would round small shares away
+    entropy   H, the entropy of the keys' proportions
+    kept      σ, the share of the keys
+    taken     1 − σ, the share of the sink; given, because computing 1 − σ would round small shares away
 
     >>> with_sink(torch.tensor(2.0).log(), torch.tensor(2 / 3), torch.tensor(1 / 3)).exp().round()
     tensor(3.)
@@ -78,7 +78,7 @@ def with_sink(
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums over each row of A; those that were not asked for have a last axis of 0.
+    """Sums over each row of A; those that were not requested have a last axis of size 0.
 
     A row that sees nothing has sums of 0, a log-sum-exp of −∞ and its largest weight at −1.
     """
@@ -90,21 +90,21 @@ class RowSums:
         Tensor, "*b n"
     ]  # −Σ p log p,  p = |a| / Σ |a|;  with a sink p = a, and the sink's share is one more p
     largest: Float[Tensor, "*b n"]  # max |a|
-    where: Int[Tensor, "*b n"]  # the key of the largest, by index; −1 where it was not asked for
-    count: Int[Tensor, "*b n"]  # keys that pattern and segments let the query see
+    where: Int[Tensor, "*b n"]  # the index of that key; −1 if not requested
+    count: Int[Tensor, "*b n"]  # number of keys that pattern and segments let the query see
     at: Float[Tensor, "*b n t"]  # a at the targets
     seen: Bool[Tensor, "*b n t"]  # whether pattern and segments let the query see the target
     band_mass: Float[Tensor, "*b n w"]  # Σ |a| inside each band
     band_dot: Float[Tensor, "*b n w x"]  # Σ a_ij X_j
     product: Float[Tensor, "*b n e"]  # A V
     lse: Float[Tensor, "*b n"] | None = None  # log Σ exp, for weights that are a softmax
-    left: bool = False  # whether `into` and `down` have what the request wanted there
+    left: bool = False  # True if `into` and `down` were filled
 
     @classmethod
     def blank(
         cls, batch: tuple[int, ...], n: int, request: Request, dtype: torch.dtype, device: torch.device, softmax: bool
     ) -> RowSums:
-        """Rows that see nothing."""
+        """The sums of rows that see nothing."""
         bands, targets = len(request.bands), 0 if request.targets is None else request.targets.shape[-1]
         tails = {
             "at": (targets,),
@@ -134,11 +134,11 @@ class RowSums:
         axis = self.total.ndim - 1 - len(batch)
         start, stop, _ = rows.indices(self.total.shape[-1])
         for name, mine in self.tensors().items():
-            if name not in without:  # an assignment to a slice takes twice as long
+            if name not in without:  # copy_ takes half as long as an assignment to a slice
                 pick(mine, batch).narrow(axis, start, stop - start).copy_(getattr(part, name))
 
     def scaled(self, by: Float[Tensor, "*b n"]) -> RowSums:
-        """The sums of by_i · a_i for factors ≥ 0; the entropy, which is of proportions, stays (see `with_sink`)."""
+        """The sums of by_i · a_i for factors ≥ 0. The entropy is of proportions and does not change (`with_sink`)."""
         wide = by[..., None]
         return replace(
             self,
@@ -154,7 +154,7 @@ class RowSums:
 
     @classmethod
     def join(cls, parts: list[RowSums], axis: int) -> RowSums:
-        """Parts side by side along a batch axis. The log-sum-exp is kept where all have one."""
+        """Concatenate parts along a batch axis. The log-sum-exp is None unless all parts have one."""
         found: dict[str, Any] = {}
         for field in fields(cls):
             if field.name == "left":
@@ -164,5 +164,5 @@ class RowSums:
         return cls(**found, left=all(part.left for part in parts))
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without those that are missing."""
+        """The tensors by name, without those that are None."""
         return {field.name: x for field in fields(self) if isinstance(x := getattr(self, field.name), Tensor)}

@@ -1,6 +1,6 @@
-"""Softmax attention: the kernel that the pattern was made for, torch's fused one, Triton's, or tiles.
+"""Softmax attention: a kernel for the pattern's shape, torch's fused kernel, Triton's, or tiles.
 
-The first backend that takes the inputs runs. `recognise` says which patterns have a kernel of their own.
+The first backend that takes the inputs runs. `recognise` says which shapes of pattern have a specialised kernel.
 """
 
 from dataclasses import replace

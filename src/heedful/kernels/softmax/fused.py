@@ -1,4 +1,4 @@
-"""Softmax attention over patterns and packed segments in Triton: by two intervals a query, or by lists of keys."""
+"""Softmax attention over patterns and packed segments in Triton: two intervals per query, or lists of keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = SoftmaxRows()
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> Tensor:
-    """A V, with gradients in q, k and v, and in the sink."""
+    """A V, with gradients in q, k, v and the sink."""
     with on_device(q):
         return _Attend.apply(q, k, v, rows.sink, rows, pattern, segments, scale)
 
@@ -45,12 +45,12 @@ def adjoint(
     *,
     memory: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Aᵀ Y, without the gradients in q and k; the rows' log-sum-exps, the same for every Y, are kept in `memory`."""
+    """Aᵀ Y, without gradients in q and k. `memory` caches the rows' log-sum-exps, which are the same for every Y."""
     memory = {} if memory is None else memory
     if "lse" not in memory:
         memory["lse"] = log_sum_exp(q, k, rows, pattern, segments, scale)
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
-    # Each query head has its own product: here the heads do not share keys, though they may read the same ones.
+    # Each query head has its own product: here heads do not share keys, though they may read the same ones.
     k, y = (x.expand(*batch, *x.shape[-2:]) for x in (k, y))
     with on_device(q):
         job = _job(q, k, y, rows, pattern, segments, scale)
@@ -64,7 +64,7 @@ def adjoint(
 def log_sum_exp(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> Tensor:
-    """log₂ Σ_j exp(s_j) over the visible keys and the sink, (*batch, n); +∞ where there are none."""
+    """log₂ Σ_j exp(s_j) over the visible keys and the sink, (*batch, n); +∞ where nothing is visible."""
     with on_device(q):
         k = _apart_like(segments, k)
         job = _job(q, k, k, rows, pattern, segments, scale)
@@ -76,10 +76,10 @@ def log_sum_exp(
 def forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A V and log Σ exp of every row, (*batch, n) in float32: natural, −∞ for a row that sees nothing.
+    """A V and the natural log Σ exp of every row, (*batch, n) in float32; −∞ for a row that sees nothing.
 
-    For parts of attention that are put together afterwards. The inputs may have any strides whose last is 1; nothing
-    is copied where the others are multiples of 16, and the output's axes lie in memory as those of q do.
+    For attention whose keys are split among several calls. The inputs may have any strides if the last is 1; nothing
+    is copied if the others are multiples of 16. The output has the memory order of q.
     """
     with on_device(q):
         job = _job(q, k, v, PLAIN, pattern, segments, scale)
@@ -101,10 +101,10 @@ def backward_from(
     scale: float,
     segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the keys seen here, where o and its natural log-sum-exp are those of the whole rows.
+    """dq, dk, dv through the keys seen here; o and its natural log-sum-exp are those of the whole rows.
 
-    With a row's keys split among several calls, p = exp(s − lse) and δ = do·o are right in each, dk and dv are its own
-    and the parts of dq add up. The gradients' axes lie in memory as those of q, k and v do.
+    If the keys of a row are split among several calls, p = exp(s − lse) and δ = do·o are right in each call. Each call
+    computes dk and dv of its keys, and the parts of dq add up. The gradients have the memory order of q, k and v.
     """
     with on_device(q):
         job = _job(q, k, v, PLAIN, pattern, segments, scale)
@@ -115,13 +115,13 @@ def backward_from(
 
 
 class RowStatistics(NamedTuple):
-    """Of every row of A, (*batch, n); ∞, 0, 0, 0 and −1 for a query that sees nothing."""
+    """Statistics of every row of A, (*batch, n); ∞, 0, 0, 0 and −1 for a query that sees nothing."""
 
     lse: Tensor  # log₂ Σ exp
     square: Tensor  # Σ a²
     entropy: Tensor  # −Σ a log a, in nats
     largest: Tensor  # max a
-    place: Tensor  # and its key
+    place: Tensor  # the key of the largest weight
 
 
 @uncompiled
@@ -129,7 +129,7 @@ class RowStatistics(NamedTuple):
 def row_statistics(
     q: Tensor, k: Tensor, rows: SoftmaxRows, pattern: Pattern, segments: Segments | None, scale: float
 ) -> RowStatistics:
-    """What one pass over q and k tells about the rows; a sink takes no part."""
+    """Row statistics from one pass over q and k; the sink is left out."""
     with on_device(q):
         k = _apart_like(segments, k)
         job = _job(q, k, k, SoftmaxRows(softcap=rows.softcap), pattern, segments, scale)
@@ -172,7 +172,7 @@ def about_scores(q, k, rows: SoftmaxRows, scale) -> list[str]:
 
 
 def about_intervals(q, k, v, pattern: Pattern, segments: Segments | None) -> list[str]:
-    """Why what a query sees is not two intervals; for programs that take nothing else."""
+    """Why the pattern is not two intervals per query; for kernels that take nothing else."""
     if Reach.of(pattern) is None:
         return [
             "the pattern is more than a window, blocks, leading global tokens or sinks, alone or cut off to the right"
@@ -220,7 +220,7 @@ def _job(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> Job:
 
 
 def _apart_like(segments: Segments | None, k: Tensor) -> Tensor:
-    """k with the batch axes of the segments too: along those no head shares its keys with another."""
+    """k expanded to the batch axes of the segments: along those axes heads do not share keys."""
     parts = () if segments is None else segments if isinstance(segments, tuple) else (segments,)
     return k.expand(*broadcast_shapes(k.shape[:-2], *(x.shape[:-1] for x in parts)), *k.shape[-2:])
 
@@ -230,7 +230,7 @@ def _are_intervals(pattern: Pattern, segments: Segments | None) -> bool:
 
 
 def _where(q, k, v, pattern: Pattern, segments: Segments | None) -> Intervals | Lists:
-    """What is seen: by two intervals a query, or else by lists."""
+    """The visible pairs: as two intervals per query if the pattern allows, otherwise as lists."""
     n, m = q.shape[-2], k.shape[-2]
     reach = Reach.of(pattern)
     if reach is not None and _are_intervals(pattern, segments):
@@ -278,7 +278,7 @@ class _Attend(torch.autograd.Function):
             grads = launches.gradients(job, o, lse, do)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
-            # the sink's weight times what a value of 0 there would change: p (0 − δ)
+            # the sink's weight times the gradient of its score, with a value of 0: p (0 − δ)
             share = torch.exp2(level.reshape(lse.shape[:3])[..., None] - lse) * grads[3]
             dsink = -share.sum(-1).reshape(setup.batch).sum_to_size(sink.shape).to(sink.dtype) / temperature
         return *_shaped(job, grads, q, k, v), dsink, None, None, None, None

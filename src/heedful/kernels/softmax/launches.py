@@ -1,4 +1,4 @@
-"""How the softmax kernels are laid out and launched: the table of tiles, and what their launches share."""
+"""Tile sizes of the softmax kernels, and the setup that their launches share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from heedful.shapes import Tensor, broadcast_shapes
 
 LOG2E = 1.4426950408889634
 WIDEST = 256
-NARROWEST = 64  # of a tile: one of 32 columns came out wrong on an H200 (README.md)
+NARROWEST = 64  # columns of a tile: tiles of 32 gave wrong results on an H200 (README.md)
 
 
 class Config(NamedTuple):
-    """Of one kernel: rows a program, tile it walks in, warps, stages."""
+    """Of one kernel: rows per program, tile size of the loop, warps, stages."""
 
     rows: int
     tile: int
@@ -30,7 +30,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# Chosen on an H200 with benchmarks/gpu_softmax.py --tune; width 256 and float32 by what fits alone.
+# Chosen on an H200 with benchmarks/gpu_softmax.py --tune; for width 256 and float32 only by what fits.
 # The key is the width (d and e up to it) and the bytes of an element.
 CONFIGS = {
     (64, 2): dict(
@@ -64,8 +64,8 @@ CONFIGS = {
     (128, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(64, 32, 8, 1)),
     (256, 4): dict.fromkeys(("attend", "queries", "keys", "adjoint", "statistics"), Config(32, 32, 8, 1)),
 }
-# Where lists want others: stages for loads that wait for the tokens that say where to load, four warps for 64 rows.
-# Timed on an H200 at width 64, in float32 by three products of tf32; width 128 goes by registers.
+# Other choices for lists: more stages, since a load must wait for the tokens that say where to load; four warps for 64
+# rows. Timed on an H200 at width 64, in float32 with tf32x3; width 128 was chosen by register use.
 OTHERS = {
     (64, 2): dict(queries=Config(64, 32, 4, 5), keys=Config(64, 64, 4, 3)),
     (128, 2): dict(queries=Config(64, 64, 4, 3), keys=Config(64, 32, 4, 3), adjoint=Config(64, 64, 4, 2)),
@@ -74,47 +74,47 @@ OTHERS = {
 
 
 def _for_lists(configs: dict[str, Config]) -> dict[str, Config]:
-    """All programs walk the same blocks of rows, no more than a word has bits."""
+    """The configs for lists: all kernels use the same blocks of rows, at most as many rows as a word has bits."""
     used = {name: config for name, config in configs.items() if name != "statistics"}
     rows = min(MOST_ROWS, *(config.rows for config in used.values()))
     return {name: config._replace(rows=rows) for name, config in used.items()}
 
 
 LISTED = {kind: _for_lists(configs | OTHERS.get(kind, {})) for kind, configs in CONFIGS.items()}
-PROGRAMS = 528  # parts of long rows or columns that fill 132 multiprocessors four times
-FEW = 8  # times as many queries as keys, for keys to be called few
-PARTS = 64  # and the most of them: one program adds them up
+PROGRAMS = 528  # programs that fill 132 multiprocessors four times; long rows or columns are split to reach it
+FEW = 8  # keys count as few if there are this many times as many queries
+PARTS = 64  # the most parts: one program adds them up
 
 
 def kind_of(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """The key of the tables."""
+    """The key of the config tables."""
     return max(tile_width(q.shape[-1]), tile_width(v.shape[-1])), q.element_size()
 
 
 def tile_width(width: int) -> int:
-    """The columns of a tile; wider values are for several programs."""
+    """The columns of a tile; several programs share wider values."""
     return max(NARROWEST, power(min(width, WIDEST)))
 
 
 class Heads(NamedTuple):
-    """q (B, G, P, n, d), k (B, G, m, d) and v (B, G, m, e): views, where strides and widths allow it."""
+    """q (B, G, P, n, d), k (B, G, m, d) and v (B, G, m, e): views if strides and widths allow it, otherwise copies."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     batch: tuple[int, ...]
-    shared: int  # trailing batch axes along which k and v do not change
+    shared: int  # number of trailing batch axes along which k and v do not change
 
 
 def shared_axes(batch: tuple[int, ...], k: Tensor, v: Tensor) -> int:
-    """How many trailing batch axes k and v lack."""
+    """The number of trailing batch axes that k and v lack."""
     sizes = zip(*((*(1,) * (len(batch) + 2 - x.ndim), *x.shape[:-2]) for x in (k, v)), strict=True)
     apart = [axis for axis, pair in enumerate(sizes, 1) if pair != (1, 1)]
     return len(batch) - max(apart, default=0)
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    """Inputs of any batch axes with those axes sorted: apart, a head of keys, the query heads that share it."""
+    """Inputs with any batch axes as B (separate), G (heads of keys) and P (query heads that share one of them)."""
     batch = tuple(broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     shared = shared_axes(batch, k, v)
     lead = batch[: len(batch) - shared]
@@ -124,7 +124,7 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> Heads:
 
 
 def two_axes(lead: tuple[int, ...]) -> tuple[int, int]:
-    """B and G of batch axes."""
+    """B and G from the batch axes."""
     return prod(lead[:-1]), lead[-1] if lead else 1
 
 
@@ -141,9 +141,9 @@ def _leading(x: Tensor, lead: tuple[int, ...], shared: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy with zeros behind its columns: what the kernels read comes in whole groups of 16 bytes.
+    """x, or a copy with zero columns appended, so that kernels read whole groups of 16 bytes.
 
-    Others would be loaded element by element, and each kind of them would be one more program to compile.
+    Otherwise kernels would load element by element, and each alignment would be one more kernel to compile.
     """
     width = x.shape[-1]
     if width % 16:
@@ -154,12 +154,12 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Of all axes but the last; 0 where there is one place only."""
+    """The strides of all axes but the last; 0 for axes of size 1."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
 
 
 class SoftmaxSetup:
-    """What calls with inputs of one kind share: sizes, strides, constants, compiled programs."""
+    """Data shared by calls with inputs of one kind: sizes, strides, constants, compiled programs."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, where: Intervals | Lists, scale: float, cap: float | None):
         at = heads(q, k, v)
@@ -173,14 +173,14 @@ class SoftmaxSetup:
         self.strides = *_strides(at.q), *_strides(at.k), *_strides(at.v)
         self.listed = isinstance(where, Lists)
         rows, keys = (_strides(x)[:2] for x in self.tables(where))
-        # by programs of queries, and of keys; lists are one for all heads, and blocks know where theirs begins
+        # For kernels over queries and over keys. Lists serve all heads; each block stores where its list begins.
         self.tables_at = ((*rows, 0, 0), (0, 0, *keys)) if self.listed else ((*rows, *keys),) * 2
         self.first_rows = where.first_rows
         self.sinks, self.global_rows = where.special
         self.D, self.E = tile_width(self.d), tile_width(self.e)
         self.configs: dict[str, Config] = (LISTED if self.listed else CONFIGS)[kind_of(q, v)]
-        self.block = self.configs["attend"].rows if self.listed else 0  # rows of a block of the lists
-        # Keys so few that they do not fill the card, as after a projection of the sequence, are walked in parts too.
+        self.block = self.configs["attend"].rows if self.listed else 0  # rows per block of the lists
+        # Few keys, as after a projection of the sequence, do not fill the GPU: split their queries into parts too.
         few = 4 * self.B * self.G * over(self.m, self.configs["keys"].rows) < PROGRAMS and self.n >= FEW * self.m
         self.first_keys = self.m if few and where.keys_may_split else where.first_keys
         self.scales = scale * LOG2E, 1.0 if cap is None else cap * LOG2E
@@ -190,11 +190,11 @@ class SoftmaxSetup:
         self.constants = dict(
             D=self.D,
             E=self.E,
-            SEGMENTS=where.segmented and not self.listed,  # a list knows of them
+            SEGMENTS=where.segmented and not self.listed,  # lists account for segments already
             LISTED=self.listed,
             EVEN_D=self.d == self.D,
             EVEN_E=self.e % self.E == 0,
-            OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
+            OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not support bfloat16
             PRECISION="tf32" if low else SIXFOLD,
             CAPPED=cap is not None,
         )
@@ -207,7 +207,7 @@ class SoftmaxSetup:
         return rows, keys
 
     def launch(self, name, kernel, key, pointers, steps, ends, heads, skip, stop, parts, prefix, **constants) -> None:
-        """`kernel` for rows [skip, stop) of so many heads."""
+        """Launch `kernel` for rows [skip, stop) of `heads` heads."""
 
         def describe():
             config = self.configs[name]
@@ -224,25 +224,25 @@ class SoftmaxSetup:
         launching.launch(self.ready, (name, skip, stop, parts, *key), pointers, describe)
 
     def parts(self, heads: int, rows: int, across: int, name: str) -> int:
-        """In how many parts to walk the first rows, each of which is as long as the sequence."""
+        """The number of parts for the first rows, each of which is as long as the sequence."""
         config = self.configs[name]
         most = max(1, over(across, 4 * config.tile))
         parts = min(most, PARTS, over(PROGRAMS, heads * over(rows, config.rows)))
-        return max(parts, 2) if self.listed else parts  # one part alone would lie in the order of the tokens
+        return max(parts, 2) if self.listed else parts  # a single part would be written in token order, not block order
 
     def as_given(self, x: Tensor, width: int) -> Tensor:
-        """A tensor of the kernels with the batch axes of the inputs and without the columns that were added."""
+        """x with the batch axes of the inputs and without the appended columns."""
         x = x.reshape(*self.batch, *x.shape[3:])
         return x if x.shape[-1] == width else x[..., :width]
 
 
 def prefix_of(tokens: int, config: Config) -> int:
-    """The tile in which so many special tokens are walked."""
+    """The tile size for this many special tokens."""
     return min(max(16, power(tokens)), config.tile) if tokens else 0
 
 
 def _order(x: Tensor) -> tuple[int, ...] | None:
-    """The axes as they lie in memory, the farthest apart first; None where that is their order anyway."""
+    """The axes by descending stride; None if that is their order already."""
     apart = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
     order = sorted(apart, key=x.stride, reverse=True)
     if order == apart or any(x.stride(axis) == 0 for axis in apart):
@@ -251,7 +251,7 @@ def _order(x: Tensor) -> tuple[int, ...] | None:
 
 
 def _ordered(shape: tuple[int, ...], order: tuple[int, ...] | None, like: Tensor) -> Tensor:
-    """An empty tensor of that shape with its axes in that order in memory."""
+    """An empty tensor of that shape, with its axes in that memory order."""
     if order is None:
         return launching.empty(shape, like, like.dtype)
     back = sorted(range(len(order)), key=order.__getitem__)
@@ -259,7 +259,7 @@ def _ordered(shape: tuple[int, ...], order: tuple[int, ...] | None, like: Tensor
 
 
 class Tables(NamedTuple):
-    """What is seen, as programs of queries and of keys take it: rows, keys and words."""
+    """The visible pairs as the kernels over queries and over keys take them: rows, keys and words."""
 
     by_query: tuple[Tensor, Tensor, Tensor]
     by_key: tuple[Tensor, Tensor, Tensor]
@@ -274,7 +274,7 @@ def _tables(setup: SoftmaxSetup, where: Intervals | Lists) -> Tables:
 
 
 class Job(NamedTuple):
-    """One call: its setup, and what the kernels read."""
+    """One call: its setup and the tensors that the kernels read."""
 
     setup: SoftmaxSetup
     q: Tensor
@@ -296,7 +296,7 @@ def job(
     cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Job:
-    """The call, with the setup for inputs that Triton would treat alike."""
+    """A call with the setup for its kind: inputs that Triton would treat alike."""
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device),
         *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
@@ -311,7 +311,7 @@ def job(
 
 
 def queries_like(job: Job, x: Tensor) -> Tensor:
-    """(B, G, P, n, ·) of a tensor with the batch axes of the inputs."""
+    """x as (B, G, P, n, ·), from the batch axes of the inputs."""
     return _by_key_head(aligned(x), job.setup.batch, job.setup.shared)
 
 
@@ -422,12 +422,12 @@ def _all_keys(job: Job, lse: Tensor, do: Tensor, delta: Tensor | None, dk: Tenso
 
 
 def _add_up(setup: SoftmaxSetup, name: str, x: Tensor, some: Tensor, table: Tensor) -> None:
-    """The first rows of x, (*heads, tokens, width), from their parts."""
+    """Sum the parts of the first rows into x, (*heads, tokens, width)."""
     parts, first, width = len(some), *some.shape[-2:]
 
     def describe():
         steps, shared = _strides(x), setup.P
-        if x.ndim == 4:  # of keys
+        if x.ndim == 4:  # a gradient of keys or values
             steps, shared = (*steps[:2], 0, steps[2]), 1
         count, W = prod(x.shape[:-2]), tile_width(width)
         numbers = (*steps, first, count, parts, width, setup.G, shared)
@@ -440,7 +440,7 @@ def _add_up(setup: SoftmaxSetup, name: str, x: Tensor, some: Tensor, table: Tens
 def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> None:
     setup, alone = job.setup, dk is None
     if alone:
-        dk, delta = dv, lse  # not touched
+        dk, delta = dv, lse  # placeholders that the kernel does not read or write
     pointers = (job.q, job.k, job.v, do, lse, delta, dk, dv, *job.tables.by_key)
 
     def steps():
@@ -455,7 +455,7 @@ def key_rows(job: Job, lse, do, delta, dk, dv, skip, stop, parts, prefix) -> Non
 
 
 def statistics(job: Job) -> tuple[Tensor, ...]:
-    """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n); a sink takes no part."""
+    """lse (base 2), Σ a², entropy, max a and its key, each (B, G, P, n); the sink is left out."""
     setup, config = job.setup, job.setup.configs["statistics"]
     shape = (setup.B, setup.G, setup.P, setup.n)
     found = tuple(launching.empty(shape, job.q) for _ in range(4))

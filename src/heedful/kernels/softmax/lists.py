@@ -1,16 +1,16 @@
-"""Which keys a block of queries sees, one by one; which queries see a block of keys: for any pattern.
+"""Lists of the keys that each block of queries sees, and of the queries that see each block of keys, for any pattern.
 
-Where six numbers do not describe a pattern (reach.py) it is asked itself, pair by pair and once. Queries are put into
-blocks, and each block gets
+If six numbers do not describe a pattern (reach.py), this module evaluates the pattern once for every pair. It puts
+queries into blocks, and each block gets
 
     list        the keys that at least one of its queries sees: first whole tiles of keys that all of them see, then the
-                others, filled up to whole tiles
-    words       64 bits for each key of the list: bit r is set where row r of the block sees it
+                others, padded to whole tiles
+    words       64 bits for each key of the list: bit r is set if row r of the block sees the key
 
-Keys are listed, not tiles of keys: a program gathers its tile from wherever the keys lie. So the last eight of every
-128 keys are one full tile of 64 for 1024, where tiles of neighbours would be eight, mostly empty. For the same reason
-queries that see far more than most come first and share blocks; the others keep their order. Keys are put into blocks,
-and get lists of queries, in the same way.
+It lists keys, not tiles of keys: a kernel gathers a tile from wherever its keys lie. For example, the last eight of
+every 128 keys among 1024 make one full tile of 64; tiles of consecutive keys would be eight, mostly empty. For the same
+reason queries that see far more keys than most come first and share blocks; the others stay in order. Keys are put
+into blocks with lists of queries in the same way.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from heedful.segments import Layout, Segments, allowed, resolve
 from heedful.shapes import Bool, Int, Tensor, broadcast_shapes
 
 MOST_ROWS = 64  # of a block: the bits of a word
-MOST_PAIRS = 1 << 34  # a pattern is asked about no more
-SLAB = 1 << 24  # pairs that are looked at together
-LONG = 4  # times as many as the median, to be called far more than most
-HEAD = 3  # numbers of a block beside its tokens: where its list begins, the length of its full part, its length
+MOST_PAIRS = 1 << 34  # the largest number of pairs for which a pattern is evaluated
+SLAB = 1 << 24  # pairs evaluated at a time
+LONG = 4  # a token sees "far more than most" if it sees more than LONG times the median
+HEAD = 3  # numbers of a block beside its tokens: start of its list, length of the full part, length of the list
 
 
 class List(NamedTuple):
-    """The lists of all blocks, one after the other; token −1 fills up."""
+    """The lists of all blocks, concatenated; token −1 is padding."""
 
     tokens: Int[Tensor, " l"]
     words: Int[Tensor, " l"]
@@ -47,8 +47,9 @@ class List(NamedTuple):
 class Lists:
     """Blocks of queries with their lists of keys, and blocks of keys with their lists of queries.
 
-    A block's tokens come first (~i instead of i: it sees nothing), then three numbers (HEAD). first_rows and first_keys
-    count the places in the leading blocks, whose lists are long; 0 under segments, where each sequence has its own.
+    A block's row holds its tokens (~i instead of i if token i sees nothing), then three numbers (HEAD). first_rows and
+    first_keys count the tokens in the leading blocks, whose lists are long; 0 with segments, where each sequence has
+    its own order.
     """
 
     rows: Int[Tensor, "*s blocks numbers"]
@@ -59,19 +60,19 @@ class Lists:
     first_keys: int
     segmented: bool
 
-    special = 0, 0  # tokens that programs walk apart from the others: a list has all in one
-    keys_may_split = False  # all of them, where they are few under many queries: those come with segments alone
+    special = 0, 0  # tokens that kernels process apart from the others: none, a list holds all
+    keys_may_split = False  # few keys under many queries are not split here: lists have them only with segments
 
     @property
     def kind(self) -> tuple:
-        """All that a `SoftmaxSetup` takes from it."""
+        """All that a `SoftmaxSetup` depends on."""
         return "lists", self.rows.shape, self.keys.shape, self.first_rows, self.first_keys, self.segmented
 
 
 def lists(
     pattern: Pattern, n: int, m: int, segments: Segments | None, device: torch.device, rows: int, tile: int
 ) -> Lists:
-    """The lists of blocks of so many rows; those of the last patterns, lengths and segments are kept."""
+    """The lists for blocks of `rows` rows; cached for recent patterns, lengths and segments."""
     if segments is None:
         return _unsegmented(pattern, n, m, device, rows, tile)
     return recent((pattern, n, m, rows, tile), segments, lambda: _segmented(pattern, n, m, segments, rows, tile))
@@ -97,7 +98,7 @@ def _segmented(pattern: Pattern, n: int, m: int, segments: Segments, rows: int, 
 
 
 class _Tokens(NamedTuple):
-    """Some of each sequence; ids are None where there are no segments."""
+    """Some tokens of each sequence; ids is None without segments."""
 
     ids: Int[Tensor, "s t"] | None
     positions: Int[Tensor, "s t"]
@@ -110,7 +111,7 @@ Sees = Callable[[_Tokens, _Tokens], Bool[Tensor, "s own others"]]
 
 
 class _Side(NamedTuple):
-    """The queries of all sequences, or their keys."""
+    """The blocks and lists of all queries, or of all keys."""
 
     blocks: Int[Tensor, "s blocks numbers"]
     lists: List
@@ -132,7 +133,7 @@ def _sides(pattern: Pattern, queries: _Tokens, keys: _Tokens, rows: int, tile: i
 
 
 def _counts(sees: Sees, own: _Tokens, other: _Tokens) -> tuple[Int[Tensor, "s t"], Int[Tensor, "s u"]]:
-    """How many of the others each token sees, and how many tokens see each of the others."""
+    """How many others each token sees, and how many tokens see each of the others."""
     found, others = [], torch.zeros_like(other.positions)
     tokens = torch.arange(own.positions.shape[-1], device=others.device)
     for at in tokens.split(max(1, SLAB // others.numel())):
@@ -143,10 +144,10 @@ def _counts(sees: Sees, own: _Tokens, other: _Tokens) -> tuple[Int[Tensor, "s t"
 
 
 def _side(sees: Sees, own: _Tokens, other: _Tokens, counts: Int[Tensor, "s t"], rows: int, tile: int) -> _Side:
-    """Blocks of one's own tokens, and lists of the others that they see."""
+    """Blocks of the own tokens, and lists of the others that they see."""
     order, first = _order(counts)
     sequences, length = order.shape
-    filled = torch.cat([order, order[:, -1:].expand(-1, -length % rows)], -1)  # the last token fills the last block
+    filled = torch.cat([order, order[:, -1:].expand(-1, -length % rows)], -1)  # the last token pads the last block
     sequence = torch.arange(sequences, device=order.device).repeat_interleave(filled.shape[-1] // rows)
     step = max(1, SLAB // (rows * other.positions.shape[-1]))
     heads, parts, begin = [], [], 0
@@ -162,13 +163,13 @@ def _side(sees: Sees, own: _Tokens, other: _Tokens, counts: Int[Tensor, "s t"], 
 
 
 def _order(counts: Int[Tensor, "s t"]) -> tuple[Int[Tensor, "s t"], int]:
-    """A permutation: tokens that see far more than most, then the others; and how many the former are in sequence 0."""
+    """A permutation (tokens that see far more than most first), and how many those are in sequence 0."""
     long = counts > LONG * counts.median(-1, keepdim=True).values
     return (~long).byte().argsort(stable=True), int(long[0].sum())
 
 
 def _words(seen: Bool[Tensor, "b rows others"]) -> Int[Tensor, "b others"]:
-    """Bit r of a word is what row r of its block says; by bytes, since wider numbers are more to move."""
+    """Pack each column of a block into a word: bit r is row r. Works on bytes, since wider numbers move more memory."""
     blocks, rows, others = seen.shape
     place = torch.arange(8, dtype=torch.uint8, device=seen.device)[:, None]
     octets = (seen.byte().reshape(blocks, rows // 8, 8, others) << place).sum(2, dtype=torch.uint8)
@@ -181,7 +182,7 @@ def _listed(words: Int[Tensor, "b others"], rows: int, tile: int) -> tuple[Tenso
     """HEAD for each block, and the lists: whole tiles of tokens that all its rows see, then the others."""
     some = words != 0
     full = words == (-1 if rows == 64 else (1 << rows) - 1)
-    full &= full.cumsum(-1) <= full.sum(-1, keepdim=True) // tile * tile  # the rest of a tile goes with the others
+    full &= full.cumsum(-1) <= full.sum(-1, keepdim=True) // tile * tile  # an incomplete tile goes with the others
     partial = some & ~full
     inner, outer = full.sum(-1), partial.sum(-1)
     length = inner + (outer + tile - 1) // tile * tile

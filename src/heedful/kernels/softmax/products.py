@@ -1,9 +1,9 @@
-"""A Y and Aᵀ Y for 16-bit q and k and float32 Y: what is made once for all products, and what each one launches.
+"""A Y and Aᵀ Y for 16-bit q and k and float32 Y: the setup shared by all products, and the launches of each.
 
-once        rows' log-sum-exps; q and k as the kernels read them; the intervals of both
-a product   peaks of Y's columns, Y in halves, and the walk: three launches, and a sum where rows are walked in parts
+setup       the rows' log-sum-exps; q and k as the kernels read them; the intervals of both
+a product   three launches: peaks of Y's columns, Y in halves, the product itself; then a sum if rows are split in parts
 
-The mathematics and the error are in triton_products.py.
+The mathematics and the error bound are in triton_products.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
-# By the width of q and k, and the columns that a program takes. Chosen on an H200 with benchmarks/gpu_softmax.py
-# --products; those of (128, 128) and of width 256 by what fits alone. At most four warps for 64 rows: more would share
-# a row, and pass its weights on through shared memory.
+# Keyed by the width of q and k, and the columns per program. Chosen on an H200 with benchmarks/gpu_softmax.py
+# --products; (128, 128) and width 256 only by what fits. At most four warps for 64 rows: with more, warps would share a
+# row and exchange its weights through shared memory.
 CONFIGS = {
     (64, 16): dict(forward=Config(64, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
     (64, 32): dict(forward=Config(128, 64, 4, 3), adjoint=Config(128, 64, 4, 3)),
@@ -39,48 +39,48 @@ CONFIGS = {
     **{(256, E): dict(forward=Config(128, 32, 8, 2), adjoint=Config(128, 32, 8, 2)) for E in (64, 128)},
 }
 SPLIT_ROWS = 64
-PEAKS = 128  # parts in which the largest elements of Y are looked for
+PEAKS = 128  # parts in which the largest elements of Y are found
 
 
 class Side(NamedTuple):
-    """One of the two: queries, which walk the keys, or keys, which walk the queries."""
+    """Either the queries, which loop over the keys, or the keys, which loop over the queries."""
 
     x: Tensor  # (B, G, tokens, d)
     length: int
     table: Tensor  # (B, G, 4, tokens)
-    first: int  # tokens whose walk is as long as the other side
-    prefix: int  # special tokens on the other side
-    span: int  # the longest walk of the rest; 0 where they are not to be walked in parts
+    first: int  # leading tokens whose loop is as long as the other side
+    prefix: int  # number of special tokens on the other side
+    span: int  # the longest loop of the other tokens; 0 if they must not be split into parts
 
 
 class Room(NamedTuple):
-    """Memory that products of one kind use one after the other."""
+    """Buffers that successive products of one kind reuse."""
 
-    tops: Tensor  # the largest elements of the columns of Y, in parts
+    tops: Tensor  # the largest elements of the columns of Y, one set per part
     halves: Tensor  # two float16 for each element, (heads, groups, 2, tokens, E)
-    units: Tensor  # of the columns
-    some: Tensor | None  # parts of rows
+    units: Tensor  # the scale of each column
+    some: Tensor | None  # the parts of split rows
 
 
 class Way(NamedTuple):
-    """How a product with so many columns is computed."""
+    """How to compute a product with a given number of columns."""
 
     own: Side
     other: Side
     adjoint: bool
     e: int
-    E: int  # columns that a program takes
+    E: int  # columns per program
     groups: int
     config: Config
-    span: int  # tokens among which a program looks for the largest elements of Y
-    first: int  # tokens that are walked in parts
+    span: int  # tokens per part in the search for the largest elements of Y
+    first: int  # leading tokens whose loop is split into parts
     parts: int
 
 
 class Products:
-    """x ↦ A x and y ↦ Aᵀ y of one q and k, which must not be written to meanwhile.
+    """x ↦ A x and y ↦ Aᵀ y for one q and k, which must not be modified meanwhile.
 
-    Every query head has its own product: heads that share keys read the same ones.
+    Every query head has its own product; heads that share keys read the same ones.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Products:
         return out.view(*batch, *out.shape[1:])
 
     def _among(self, batch: tuple[int, ...]) -> Products:
-        """The same for more heads, all of which share q and k."""
+        """The same products for more heads, which all share q and k."""
         q, k, rows, pattern, segments, scale = self._given
         more = Products(q.expand(*batch, *q.shape[-2:]), k, rows, pattern, segments, scale)
         more.lse = self.lse.expand(*batch, -1).contiguous()
@@ -125,7 +125,7 @@ class Products:
 
 
 def objections(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
-    """Why these inputs are not taken."""
+    """Why the kernels can't take these inputs."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return [f"it takes q and k of 16 bits, not {q.dtype}"]
     return fused.objections(q, k, k, rows, pattern, segments, scale) or fused.about_intervals(
@@ -133,7 +133,7 @@ def objections(q, k, rows: SoftmaxRows, pattern, segments, scale) -> list[str]:
     )
 
 
-READY = launching.LaunchCache()  # compiled launches, by all that Triton looks at in q, k and the intervals
+READY = launching.LaunchCache()  # compiled launches, keyed by all that Triton inspects in q, k and the intervals
 
 
 class Walks:
@@ -153,7 +153,7 @@ class Walks:
             D=self.D,
             SEGMENTS=where.segmented,
             EVEN_D=self.d == self.D,
-            OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not know bfloat16
+            OPERAND=tl.float32 if INTERPRETED else operand,  # the interpreter's dot does not support bfloat16
             CAPPED=rows.softcap is not None,
         )
         kinds = ((x.x.shape, x.x.stride(), x.table.stride(), *x[3:]) for x in (self.queries, self.keys))
@@ -182,7 +182,7 @@ class Walks:
         return out
 
     def _room(self, y: Tensor, way: Way) -> Room:
-        """Kept for each stream: what runs on one of them runs in order."""
+        """The buffers for one kind of product and stream; one stream runs in order, so its products can share them."""
         key = way.adjoint, way.e, launching.current_stream()
         room = self._rooms.get(key)
         if room is None:
@@ -198,7 +198,7 @@ class Walks:
     def _way(self, adjoint: bool, e: int) -> Way:
         own, other = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
         E = columns_of(e)
-        if self.d != NARROWEST:  # narrower groups were checked on a GPU beside keys of 64 alone
+        if self.d != NARROWEST:  # narrower groups were verified on a GPU only for keys of width 64
             E = max(E, NARROWEST)
         groups = max(1, over(e, E))
         config = CONFIGS[self.D, E]["adjoint" if adjoint else "forward"]
@@ -206,7 +206,7 @@ class Walks:
         return Way(own, other, adjoint, e, E, groups, config, span, *_long(own, other, config, self.heads * groups))
 
     def _halve(self, y: Tensor, way: Way, room: Room) -> None:
-        """Y as two float16 for each element, and the units of its columns."""
+        """Split Y into two float16 per element, and compute the units of its columns."""
         side, length, E, groups = way.other, way.other.length, way.E, way.groups
         parts = over(length, way.span)
         y = y.reshape(*side.x.shape[:2], *y.shape[-2:])
@@ -254,7 +254,7 @@ class Walks:
 
 
 def columns_of(e: int) -> int:
-    """How many columns a program takes: scores cost about as much as 24, and are computed again for each group."""
+    """Columns per program. Each group computes the scores again, which costs about as much as 24 columns."""
     if e <= 128:
         return max(16, power(e))
     return min((128, 64), key=lambda E: over(e, E) * (E + 24))
@@ -276,7 +276,7 @@ def _sides(batch: tuple[int, ...], q: Tensor, k: Tensor, where: Intervals) -> tu
 
 
 def _long(own: Side, other: Side, config: Config, heads: int) -> tuple[int, int]:
-    """How many tokens are walked in parts, and in how many: the special ones, or all where they leave the card idle."""
+    """How many tokens to split into parts, and into how many: special tokens, or all if they do not fill the GPU."""
     length = own.first or own.length
     span = other.length if own.first else min(own.span and own.span + config.rows, other.length)
     parts = min(PARTS, span // (4 * config.tile), PROGRAMS // (heads * over(length, config.rows)))

@@ -1,12 +1,12 @@
-"""Which keys a query sees, as two intervals a query; which queries see a key, as two intervals a key.
+"""The keys that a query sees as two intervals per query; the queries that see a key as two intervals per key.
 
-A pattern reaches the fused kernels as six numbers. With i and j counted from the start of the segment,
+The fused kernels take a pattern as six numbers. With i and j counted from the start of the segment,
 
     j visible from i    i < heads or j < sinks      j ≤ i + limit
                         otherwise                   i − before ≤ j ≤ i + after  and  ⌊i/block⌋ = ⌊j/block⌋
 
-and that gives each query a near interval [lo, hi) and a prefix [start, stop) that do not meet; each key likewise. So
-windows, blocks, causal and full attention, sinks, leading global tokens and packed segments are one program.
+This gives each query a near interval [lo, hi) and a prefix [start, stop), which are disjoint; each key likewise. So one
+kernel covers windows, blocks, causal and full attention, sinks, leading global tokens and packed segments.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from heedful.segments import Segments, resolve
 from heedful.shapes import Int, Tensor, broadcast_shapes
 
 T = TypeVar("T")
-FAR = 1 << 29  # farther than any token
-NOWHERE = 1 << 30  # the lo of a query or key that takes no part
+FAR = 1 << 29  # longer than any sequence
+NOWHERE = 1 << 30  # the lo of a query that sees nothing, or of a key that nothing sees
 
 
 @dataclass(frozen=True)
 class Reach:
-    """A pattern in six numbers; `near` is empty where before < 0, there are no blocks where block = 0."""
+    """A pattern in six numbers; the near interval is empty if before < 0, and there are no blocks if block = 0."""
 
     before: int = FAR
     after: int = FAR
@@ -41,15 +41,15 @@ class Reach:
 
     @property
     def is_plain(self) -> bool:
-        """No token is special."""
+        """True if no token is special."""
         return self.sinks == self.heads == 0
 
     @classmethod
     def of(cls, pattern: Pattern) -> Reach | None:
-        """The pattern's numbers; None where six do not describe it."""
+        """The numbers of a pattern; None if six do not describe it."""
         try:
             return _known(pattern)
-        except TypeError:  # no hash
+        except TypeError:  # the pattern has no hash
             return _numbers(pattern)
 
 
@@ -72,7 +72,7 @@ def _numbers(pattern: Pattern) -> Reach | None:
     return None
 
 
-_known = lru_cache(64)(_numbers)  # each call asks, and asking takes as long as a launch
+_known = lru_cache(64)(_numbers)  # every call needs them, and computing them takes as long as a launch
 
 
 def _both(x: Reach | None, y: Reach | None) -> Reach | None:
@@ -81,7 +81,7 @@ def _both(x: Reach | None, y: Reach | None) -> Reach | None:
     if x.is_plain:
         x, y = y, x
     after = min(x.after, y.after)
-    if not x.is_plain:  # a special token's row or column is cut by a limit to the right, by nothing else
+    if not x.is_plain:  # only a limit to the right may cut the row or column of a special token
         one_sided = y.is_plain and y.before == FAR and not y.block
         return replace(x, after=after, limit=min(x.limit, y.after)) if one_sided else None
     small, large = sorted((x.block, y.block))
@@ -119,10 +119,10 @@ def _covers(x: Reach, y: Reach) -> bool:
 
 @dataclass(frozen=True)
 class Intervals:
-    """(*s, 4, n) and (*s, 4, m): lo, hi, start, stop of every query and of every key; lo = NOWHERE: takes no part.
+    """lo, hi, start, stop of every query, (*s, 4, n), and of every key, (*s, 4, m); lo = NOWHERE: no visible pairs.
 
-    first_rows and first_keys count the leading queries and keys that may see, or be seen by, the whole sequence:
-    too much for one program. Under segments they are 0.
+    first_rows and first_keys count the leading queries and keys that may see, or be seen by, the whole sequence, which
+    is too much work for one program. With segments they are 0.
     """
 
     rows: Int[Tensor, "*s 4 n"]
@@ -134,41 +134,41 @@ class Intervals:
 
     @property
     def special(self) -> tuple[int, int]:
-        """Leading keys, and leading queries, that programs walk apart from the others."""
+        """The numbers of leading keys and leading queries that kernels process apart from the others."""
         return self.reach.sinks, self.reach.heads
 
     @property
     def kind(self) -> tuple:
-        """All that a `SoftmaxSetup` takes from it."""
+        """All that a `SoftmaxSetup` depends on."""
         return self.reach, self.rows.shape, self.first_rows, self.first_keys, self.segmented
 
     @property
     def keys_may_split(self) -> bool:
-        """Whether all keys may be walked in parts, as the first ones are."""
+        """True if the loop of all keys may be split into parts, like that of the first ones."""
         return not self.reach.heads
 
     @cached_property
     def bounds(self) -> tuple[Int[Tensor, "*s n"], ...]:
-        """lo, hi, start, stop of every query; hi = lo and stop = start where there is nothing."""
+        """lo, hi, start, stop of every query; hi = lo and stop = start for an empty interval."""
         lo, hi, start, stop = self.rows.long().unbind(-2)
         return lo, torch.maximum(lo, hi), start, torch.maximum(start, stop)
 
     @cached_property
     def counts(self) -> Int[Tensor, "*s n"]:
-        """How many keys each query sees."""
+        """The number of keys that each query sees."""
         lo, hi, start, stop = self.bounds
         return hi - lo + stop - start
 
 
 def intervals(reach: Reach, n: int, m: int, segments: Segments | None, device: torch.device) -> Intervals:
-    """The intervals of every query and key; those of the last lengths and segments are kept."""
+    """The intervals of every query and key; cached for recent lengths and segments."""
     if segments is None:
         return _unsegmented(reach, n, m, device)
     return recent((reach, n, m), segments, lambda: _segmented(reach, n, m, segments))
 
 
 def recent(key: tuple, segments: Segments, make: Callable[[], T]) -> T:
-    """make(), or what it gave for the same key and segments a short while ago: the layers of a model share them."""
+    """make(), cached for recent keys and segments: the layers of a model share them."""
     parts = segments if isinstance(segments, tuple) else (segments,)
     key = *key, tuple(id(part) for part in parts)
     known, found = _recent.get(key, ((), None))
@@ -181,7 +181,7 @@ def recent(key: tuple, segments: Segments, make: Callable[[], T]) -> T:
 
 
 class _Mark:
-    """Recognises a tensor that has not been changed since."""
+    """Tells whether a tensor is the same object as before, and unmodified."""
 
     def __init__(self, x: Tensor):
         self.ref, self.version = weakref.ref(x), _version(x)
@@ -221,7 +221,7 @@ def _segmented(reach: Reach, n: int, m: int, segments: Segments) -> Intervals:
 
 
 class _Runs:
-    """Where each id begins and how often it occurs."""
+    """Where each id begins, and how often it occurs."""
 
     def __init__(self, ids: Tensor):
         self.ordered, self.order = ids.sort(dim=-1, stable=True)
@@ -235,7 +235,7 @@ class _Runs:
 
 
 def are_runs(segments: Segments) -> bool:
-    """Whether every segment is one run of tokens; one wait for the device for each new tensor of segments."""
+    """True if every segment is one run of tokens; synchronises with the device once per new tensor of segments."""
     return all(_is_run(part) for part in (segments if isinstance(segments, tuple) else (segments,)))
 
 
@@ -256,7 +256,7 @@ def _is_run(ids: Tensor) -> bool:
 
 
 def _of_queries(reach: Reach, i: Tensor, start, count) -> Tensor:
-    """lo, hi, start, stop among the keys of queries at position i; their segment has `count` keys from `start` on."""
+    """lo, hi, start, stop for queries at position i; the segment has `count` keys, from `start` on."""
     lo, hi = i - reach.before, i + reach.after + 1
     if reach.block:
         first = i.div(reach.block, rounding_mode="floor") * reach.block
@@ -270,7 +270,7 @@ def _of_queries(reach: Reach, i: Tensor, start, count) -> Tensor:
 
 
 def _of_keys(reach: Reach, j: Tensor, start, count, shift) -> Tensor:
-    """The same among the queries, for keys at position j; their segment's queries start at position `shift`."""
+    """lo, hi, start, stop for keys at position j; the segment's queries start at position `shift`."""
     lo, hi = j - reach.after, j + reach.before + 1
     if reach.block:
         first = j.div(reach.block, rounding_mode="floor") * reach.block
@@ -284,7 +284,7 @@ def _of_keys(reach: Reach, j: Tensor, start, count, shift) -> Tensor:
 
 
 def _stacked(lo, hi, begin, stop, start, count, shift) -> Tensor:
-    """Positions cut to [shift, shift + count) and moved to where that lies, from `start` on."""
+    """Intersect positions with [shift, shift + count), and shift them so that this interval begins at `start`."""
 
     def cut(x):
         return torch.minimum((x - shift).clamp(min=0), torch.as_tensor(count, device=x.device)) + start
@@ -301,9 +301,9 @@ def _without(x: Tensor, dead: Tensor) -> Tensor:
 
 
 def inside(where: Intervals, n: int, m: int, least: int | None, most: int | None) -> Intervals:
-    """The same for the keys at offsets least … most alone, both inside; only the intervals of the queries hold.
+    """The intervals restricted to offsets least … most, both included; valid for the queries only, not for the keys.
 
-    The prefixes of neighbours begin apart then, as those of segments do, and are walked like them.
+    The prefixes of adjacent queries then begin at different keys, as with segments, so kernels treat them like those.
     """
     i = torch.arange(m - n, m, device=where.rows.device)
     lo, hi, start, stop = where.rows.long().unbind(-2)

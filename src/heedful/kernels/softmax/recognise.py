@@ -1,10 +1,10 @@
-"""Which kernel a pattern is made for: decided here, once for each pattern, by what it is and not by how it is written.
+"""Recognise patterns that have a specialised kernel: once for each pattern, by its meaning, not by how it is written.
 
     StridedKeys     one set of offsets with a step     Strided(4) & Causal(), Strided(4) & Window(60)
     StridedWindow   such a set and a window            (Strided(128) | Window(127)) & Causal(), Strided(128) | Window(9)
     TreeNeighbours  near in a tree                     Tree(…), Tree(…) & Causal(), Tree(…) | Window(1)
 
-All others go by intervals, lists of blocks or tiles. The objections below are those of the kernels for these shapes.
+All other patterns use intervals, lists or tiles. The objections below are those of the specialised kernels.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from heedful.kernels.blocked.reference import RowFunction
 from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import FAR, And, Causal, Full, Offsets, Or, Pattern, Tree, Window
 
-NARROW = 32  # keys of a window that are worth listing beside those of a tree
+NARROW = 32  # the most keys of a window that are listed together with those of a tree
 
 
 class StridedKeys(NamedTuple):
-    """Keys at multiples of a stride, near or everywhere, ahead of the query or not."""
+    """Keys at multiples of a stride: in a window or everywhere, with or without keys after the query."""
 
     offsets: Offsets
 
     @property
     def inside(self) -> Pattern:
-        """Who sees whom inside a residue class, where a step of the stride is one position."""
+        """The pattern inside a residue class, where a step of the stride is one position."""
         before, after, step = self.offsets
         if before < FAR:
             return Window(before // step, after // step)
@@ -50,7 +50,7 @@ Shape = StridedKeys | StridedWindow | TreeNeighbours
 
 
 def recognise(pattern: Pattern) -> Shape | None:
-    """What the pattern is, or None: nothing that has a kernel of its own.
+    """The shape of the pattern; None if no specialised kernel takes it.
 
     >>> from heedful.patterns import Strided
     >>> recognise(Causal() & Strided(128)) == recognise(Strided(128) & (Window(5) | Causal()))
@@ -62,7 +62,7 @@ def recognise(pattern: Pattern) -> Shape | None:
     """
     try:
         return _known(pattern)
-    except TypeError:  # a pattern of one's own without a hash
+    except TypeError:  # a user's pattern without a hash
         return _shape(pattern)
 
 
@@ -71,7 +71,7 @@ def _shape(pattern: Pattern) -> Shape | None:
     if sets is None:
         return TreeNeighbours() if has_tree(pattern) else None
     if any(x.after >= FAR > x.before for x in sets):
-        return None  # no pattern for this inside a class
+        return None  # no plain pattern describes this inside a class
     if len(sets) == 1 and sets[0].step > 1:
         return StridedKeys(sets[0])
     if len(sets) == 2 and sets[0].step == 1 and max(sets[0][:2]) < FAR:
@@ -81,7 +81,7 @@ def _shape(pattern: Pattern) -> Shape | None:
 
 
 def _shorter(near: int, reach: int, far: Offsets) -> int:
-    """The side of a window without its outermost key, where that is among the far ones anyway."""
+    """The extent of a window's side; one less if its outermost key is among the far keys anyway."""
     return near - 1 if 0 < near <= reach and near % far.step == 0 else near
 
 
@@ -89,7 +89,7 @@ _known = lru_cache(64)(_shape)
 
 
 def has_tree(pattern: Pattern) -> bool:
-    """Whether the pairs that the pattern allows can be listed, beginning with those of a tree."""
+    """True if the allowed pairs can be listed, starting from those of a tree."""
     match pattern:
         case And(left, right):
             return has_tree(left) or has_tree(right)
@@ -104,7 +104,7 @@ def _is_narrow(pattern: Pattern) -> bool:
     return sets is not None and sum((x.before + x.after) // x.step + 1 for x in sets) <= NARROW
 
 
-# ── what each kernel objects to
+# ── objections of each kernel
 
 
 def about_classes(q, k, v, rows: RowFunction, pattern, segments, scale, *, memory=None) -> list[str]:

@@ -12,7 +12,7 @@ from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
-HONEST = 16  # keys from which a row of NaN stays one on a CPU: below a vector of them torch gives zeros
+HONEST = 16  # with fewer keys (less than a SIMD vector), torch on a CPU returns zeros for a row of NaN
 
 
 def attend(
@@ -25,16 +25,17 @@ def attend(
     scale: float,
 ) -> Float[Tensor, "*b n e"]:
     """A V by `torch.nn.functional.scaled_dot_product_attention`."""
-    # is_causal is aligned top-left: right for n = m only, and a single last query sees everything.
+    # is_causal is aligned top-left: right only for n = m; a single last query sees everything.
     is_causal = isinstance(pattern, Causal) and q.shape[-2] > 1
     return fused(q, k, v, None if rows.bias is None else rows.bias.to(q.dtype), is_causal, scale)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """That function for any batch axes and widths; the mask, boolean or added, broadcasts to (*batch, n, m)."""
+    """scaled_dot_product_attention for any batch axes and widths; the mask (boolean or additive) broadcasts to
+    (*batch, n, m)."""
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     width, e = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-    # Where widths differ the fused kernels give way to one that forms the matrix; zeros cost less.
+    # If the widths differ, torch falls back to a kernel that materialises the matrix; padding with zeros costs less.
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
     q, k, v = (_four_axes(x.expand(*batch, *x.shape[-2:])) for x in (q, k, v))
     mask = None if mask is None else _four_axes(mask.expand(*batch, *mask.shape[-2:]))
@@ -75,13 +76,13 @@ def objections(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> list[str
 
 
 def slower_than_triton(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> dict[str, str]:
-    """What torch's fused kernel does badly on a GPU and the Triton kernel does not; nothing for most inputs."""
+    """Why the Triton kernel is faster for these inputs, as {"triton": reason}; empty for most inputs."""
     if q.device.type != "cuda":
         return {}
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if learns and q.shape[-2] >= 64 * k.shape[-2]:
         return {"triton": "gradients of so few keys keep few processors of the GPU busy; Triton splits the queries"}
-    if not learns and q.dtype == torch.float32:  # the backward passes were not compared
+    if not learns and q.dtype == torch.float32:  # the backward passes have not been compared
         return {
             "triton": "in float32 it leaves the tensor cores idle; Triton is as exact by six bf16 products (bf16x6)"
         }
@@ -89,7 +90,7 @@ def slower_than_triton(q, k, v, rows: SoftmaxRows, pattern, segments, scale) -> 
 
 
 def _about_bias(bias: Tensor, pattern: Pattern) -> list[str]:
-    """A bias of keys alone, which is how padding arrives, is welcome."""
+    """Why this bias can't be taken. A bias that depends on keys only, as for padding, can."""
     if isinstance(pattern, Causal):
         return ["it takes a bias or a causal mask, not both"]
     if bias.requires_grad:

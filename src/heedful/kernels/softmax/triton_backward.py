@@ -1,13 +1,13 @@
 """The gradients of softmax attention in Triton, and its adjoint.
 
-    p_ij = 2^(x_ij − lse_i) again from q, k and lse;   δ_i = do_i·o_i;   ds = p ∘ (do vᵀ − δ)
+    p_ij = 2^(x_ij − lse_i), recomputed from q, k and lse;   δ_i = do_i·o_i;   ds = p ∘ (do vᵀ − δ)
     cap         ds ∘ (1 − (x / c)²)
     queries     a block of queries over its keys:   dq = scale · ds k      (writes δ for the keys)
     keys        a block of keys over its queries:   dv = pᵀ do,  dk = scale · dsᵀ q,  one query head after another
-    adjoint     the same walk, dv alone:            Aᵀ y = pᵀ y
+    adjoint     the same loop, dv alone:            Aᵀ y = pᵀ y
 
-Both walks are those of triton_walk.py, the second by the intervals of the keys. No atomics: a first key that every
-query sees is walked in parts, which are added up in a fixed order.
+Both loops are those of triton_walk.py, the second with the intervals of the keys. No atomics: the loop of a first key
+that every query sees is split into parts, which are added in a fixed order.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
@@ -42,7 +42,7 @@ def _add_keys(
     TILE: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dq gains the part of one tile of keys."""
+    """Add the part of one tile of keys to dq."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     values = read(v, start, sv_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
@@ -68,7 +68,7 @@ def queries(
     SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dq and δ of queries [skip, stop) of every head."""
+    """dq and δ of the queries [skip, stop) of every head."""
     block = blocks - 1 - tl.program_id(0) % blocks
     rest = tl.program_id(0) // blocks
     part = rest % PARTS
@@ -137,7 +137,7 @@ def queries(
             TILE, False, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
-    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+    if LISTED and PARTS > 1:  # parts are stored in the order of the blocks
         start = block * ROWS
     write(dq, start, sdq_n, within, in_d, here, d, tl.where(alive[:, None], acc * factor, 0.0))
 
@@ -148,7 +148,7 @@ def _add_queries(
     TILE: tl.constexpr, MASKED: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv gain the part of one tile of queries."""
+    """Add the part of one tile of queries to dk and dv."""
     within = tl.arange(0, TILE)
     query = read(q, start, sq_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     dout = read(do, start, sdo_n, within, in_e, real, e, MASKED, EVEN_E).to(OPERAND)
@@ -179,8 +179,8 @@ def keys(
     SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, DK: tl.constexpr, EVEN_D: tl.constexpr,
     EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, or dv alone, of keys [skip, stop) of every head of keys."""
-    block = tl.program_id(0) % blocks  # the first keys of a causal pattern are seen by most
+    """dk and dv, or dv alone, of the keys [skip, stop) of every head of keys."""
+    block = tl.program_id(0) % blocks  # longest first: most queries of a causal pattern see the first keys
     rest = tl.program_id(0) // blocks
     part = rest % PARTS
     head = rest // PARTS
@@ -222,7 +222,7 @@ def keys(
     for _ in range(0, P):
         if PREFIX:
             if part == 0:
-                # a limit to the right makes the prefix of each key begin elsewhere: mask by its own beginning
+                # With a limit to the right, the prefix of each key begins elsewhere: mask by each key's own beginning.
                 begin = tl.load(keys + 2 * m + j, mask=here, other=NOWHERE)
                 for t in range(0, prefix_tiles(base, end, PREFIX)):
                     at, i, seen, real = prefix_tile(t, base, end, rows, n, PREFIX, SEGMENTS)
@@ -253,7 +253,7 @@ def keys(
         lse += n
         delta += n
 
-    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+    if LISTED and PARTS > 1:  # parts are stored in the order of the blocks
         start = block * ROWS
     write(dv, start, sdv_n, within, in_e, here, e, tl.where(alive[:, None], acc_v, 0.0))
     if DK:

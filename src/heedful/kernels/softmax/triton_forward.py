@@ -1,12 +1,12 @@
-"""Softmax attention in Triton: the walk of a block of queries over its keys.
+"""Softmax attention in Triton: a block of queries loops over its keys.
 
     q, k, v     (B, G, P, n, d), (B, G, m, d), (B, G, m, e): P query heads share a head of keys
     score       x = scale · log₂e · q·k, or with a cap c · tanh(x / c)
     softmax     online: peak ← max,  mass ← mass · 2^(old − new) + Σ 2^(x − peak)
     out         o = acc / mass, lse = peak + log₂ mass (base 2; +∞ for a query that sees nothing, whose o is 0)
-    sink        a logit without a value: the walk begins with peak = sink, mass = 1
+    sink        a logit without a value: the loop begins with peak = sink, mass = 1
 
-How it walks is in triton_walk.py. Each element is written by one program in a fixed order: runs are bit-equal.
+The loop is in triton_walk.py. One program writes each element, in a fixed order: runs are bit-equal.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
@@ -40,7 +40,7 @@ def _add_tile(
     TILE: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more."""
+    """Add one tile of keys."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     x, scale = scores(q, keys, scale, cap, PRECISION, CAPPED)
@@ -69,8 +69,8 @@ def attend(
     SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, SINK: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Queries [skip, stop) of every head; with PARTS > 1 each takes a share of the keys and writes what that gives."""
-    block = blocks - 1 - tl.program_id(0) % blocks  # the last queries of a causal pattern have most to do
+    """o and lse of the queries [skip, stop) of every head; with PARTS > 1 each part covers a share of the keys."""
+    block = blocks - 1 - tl.program_id(0) % blocks  # longest first: the last queries of a causal pattern see most keys
     rest = tl.program_id(0) // blocks
     part = rest % PARTS
     head = rest // PARTS
@@ -131,8 +131,8 @@ def attend(
             TILE, False, VALUES, EVEN_D, EVEN_E, OPERAND, PRECISION, CAPPED,
         )  # fmt: skip
 
-    sighted = (mass != 0) & (lo != NOWHERE)  # padding sees nothing, whatever its query holds
-    if LISTED and PARTS > 1:  # parts lie in the order of the blocks
+    sighted = (mass != 0) & (lo != NOWHERE)  # padding sees nothing, whatever its query contains
+    if LISTED and PARTS > 1:  # parts are stored in the order of the blocks
         start = block * ROWS
         i = start + within
     where = ((part * tl.num_programs(0) // blocks // PARTS).to(tl.int64) + head) * stop

@@ -1,19 +1,19 @@
-"""Products A Y and Aᵀ Y in Triton where q and k have 16 bits and Y is float32, at float32's accuracy.
+"""Products A Y and Aᵀ Y in Triton for 16-bit q and k and float32 Y, with the accuracy of float32.
 
-    scores      x = scale · log₂e · q·k by one product of 16-bit numbers: exact but for the sum in float32
-    weights     p = 2^(x − lse) in float32; lse, one number a query, is known beforehand, so nothing is rescaled
-    halves      t = t₁ + t₂ with t₁ = half(t), t₂ = half(t − t₁): float16 keeps 11 bits, so |t − t₁ − t₂| ≤ 2⁻²² |t|
-    product     p y ≈ p₂ y₁ + p₁ y₂ + p₁ y₁, three products of float16; what is left out, p₂ y₂, is 2⁻²² p |y| at most
-    range       float16 ends at 65504 and, in steps of 2⁻²⁴, at 0: p is scaled by 2¹⁵, each column of Y by a power of
-                two that brings its largest element into [2¹⁴, 2¹⁵); so what vanishes is 2⁻⁴⁰ of the largest
-    error       3 · 2⁻²² Σ p |y| at most, 7e-7, as by three products of tf32, which take twice as long each; three
-                products of bfloat16, with 8 bits, leave 3 · 2⁻¹⁸
+    scores      x = scale · log₂e · q·k by one product of 16-bit numbers: exact except for the sum in float32
+    weights     p = 2^(x − lse) in float32; lse, one number per query, is known beforehand, so nothing is rescaled
+    halves      t = t₁ + t₂ with t₁ = half(t), t₂ = half(t − t₁): float16 has 11 bits, so |t − t₁ − t₂| ≤ 2⁻²² |t|
+    product     p y ≈ p₂ y₁ + p₁ y₂ + p₁ y₁, three products of float16; the omitted p₂ y₂ is at most 2⁻²² p |y|
+    range       float16 has a maximum of 65504 and a smallest step of 2⁻²⁴: p is scaled by 2¹⁵, each column of Y by a
+                power of two that brings its largest element into [2¹⁴, 2¹⁵); so at most 2⁻⁴⁰ of the largest is lost
+    error       at most 3 · 2⁻²² Σ p |y|, 7e-7, the same as with tf32x3, whose products take twice as long each; three
+                products of bfloat16, with 8 bits, have an error of 3 · 2⁻¹⁸
 
     forward     a block of queries over its keys:   o_i = Σ_j p_ij y_j
-    adjoint     a block of keys over its queries:   o_j = Σ_i p_ij y_i      the same p, bit for bit but for the sum in x
+    adjoint     a block of keys over its queries:   o_j = Σ_i p_ij y_i      the same p, except for rounding in x
 
-Tensor cores truncate what they add to a sum, a bias where all terms have one sign; so each tile is summed alone, and
-the sums are added outside, rounded to nearest.
+Tensor cores truncate what they add to a sum, which biases sums of terms of one sign. So the kernel sums each tile alone
+and adds the sums outside the tensor cores, rounded to nearest.
 """
 
 # ruff: noqa: SIM102 (a compile-time condition and a run-time one stay two ifs)
@@ -38,13 +38,13 @@ from heedful.kernels.softmax.triton_walk import (
     write,
 )
 
-RAISE = tl.constexpr(2.0**15)  # of p; as a factor, since 15 more in the exponent would cost it three bits
+RAISE = tl.constexpr(2.0**15)  # scales p; a factor, since adding 15 to the exponent would cost it three bits
 LOWER = tl.constexpr(2.0**-15)
 
 
 @triton.jit
 def _halved(x):
-    """float32 as the sum of two float16."""
+    """A float32 as the sum of two float16."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
@@ -54,7 +54,7 @@ def peaks(
     y, table, out, sy_b, sy_g, sy_n, sy_c, table_b, table_g, length, e, G, parts, span,
     ROWS: tl.constexpr, E: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The largest finite |y| of every column, in parts of `span` tokens; (heads, parts, columns)."""
+    """The largest finite |y| of every column in each part of `span` tokens; (heads, parts, columns)."""
     part = tl.program_id(0) % parts
     head = tl.program_id(0) // parts
     column = tl.program_id(1) * E + tl.arange(0, E)
@@ -75,7 +75,7 @@ def split(
     y, table, peak, halves, units, sy_b, sy_g, sy_n, sy_c, table_b, table_g, length, e, G, parts, blocks,
     PARTS: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Y in halves, (heads, groups of E columns, 2, tokens, E), zero in padding; and what a column's unit stands for."""
+    """Y in halves, (heads, groups of E columns, 2, tokens, E), zero at padding; and the unit of each column."""
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     groups = tl.num_programs(1)
@@ -106,7 +106,7 @@ def _add_tile(
     TILE: tl.constexpr, MASKED: tl.constexpr, ADJOINT: tl.constexpr, EVEN_D: tl.constexpr, E: tl.constexpr,
     OPERAND: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more, or in the adjoint of queries."""
+    """Add one tile of keys, or of queries for the adjoint."""
     within = tl.arange(0, TILE)
     tile = read(other, start, s_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     x, scale = scores(own, tile, scale, cap, "tf32", CAPPED)
@@ -139,8 +139,8 @@ def product(
     SEGMENTS: tl.constexpr, PARTS: tl.constexpr, ADJOINT: tl.constexpr, EVEN_D: tl.constexpr, OPERAND: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [skip, stop) of A Y, where `own` is q, or of Aᵀ Y, where it is k; with PARTS > 1 each takes a share."""
-    block = tl.program_id(0) % blocks  # first those of a causal pattern that have most to do
+    """Rows [skip, stop) of A Y if `own` is q, of Aᵀ Y if it is k; with PARTS > 1 each part covers a share."""
+    block = tl.program_id(0) % blocks  # longest first, for a causal pattern
     if not ADJOINT:
         block = blocks - 1 - block
     rest = tl.program_id(0) // blocks
@@ -176,7 +176,7 @@ def product(
 
     if PREFIX:
         if part == 0:
-            # a limit to the right makes the prefix of each key begin elsewhere: mask by its own beginning
+            # With a limit to the right, the prefix of each key begins elsewhere: mask by each key's own beginning.
             begin = tl.load(own_table + 2 * length + i, mask=here, other=NOWHERE)
             for t in range(0, prefix_tiles(base, end, PREFIX)):
                 at, j, seen, real = prefix_tile(t, base, end, other_table, others, PREFIX, SEGMENTS)

@@ -1,4 +1,4 @@
-"""Statistics of the rows of softmax attention in Triton: the walk of triton_forward.py without values.
+"""Statistics of the rows of softmax attention in Triton: the loop of triton_forward.py without values.
 
 online, with x = scale · log₂e · q·k, p = 2^(x − peak) and a = p / mass
 mass ← Σ p          square ← Σ p²          lean ← Σ p (x − peak)          where ← the first key of the peak
@@ -34,7 +34,7 @@ def _add_tile(
     TILE: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more."""
+    """Add one tile of keys."""
     within = tl.arange(0, TILE)
     keys = read(k, start, sk_n, within, in_d, real, d, MASKED, EVEN_D).to(OPERAND)
     x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
@@ -68,7 +68,7 @@ def statistics(
     D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr,
     EVEN_D: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """lse (base 2), Σ a², entropy (nats), max a and its key, of every query; ∞, 0, 0, 0, −1 where nothing is seen."""
+    """lse (base 2), Σ a², entropy (nats), max a and its key for every query; ∞, 0, 0, 0, −1 if it sees nothing."""
     block = blocks - 1 - tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     b = (head // P // G).to(tl.int64)
@@ -125,7 +125,7 @@ def statistics(
 
 @triton.jit
 def _token(rows, i, BLOCK: tl.constexpr):
-    """Which token the parts of row i belong to; with lists they lie in the order of blocks, of so many rows each."""
+    """The token of row i of the parts. With lists, parts are stored in the order of blocks of BLOCK rows."""
     if BLOCK:
         token = tl.load(rows + i // BLOCK * (BLOCK + HEAD) + i % BLOCK).to(tl.int64)
         return tl.where(token < 0, ~token, token)
@@ -138,7 +138,7 @@ def merge(
     o, lse, some_o, some_lse, rows, so_b, so_g, so_p, so_n, n, first, heads, parts, e, G, P,
     PARTS: tl.constexpr, E: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the first rows made one: lse = log₂ Σ 2^lse_p,  o = Σ 2^(lse_p − lse) o_p."""
+    """Merge the parts of the first rows: lse = log₂ Σ 2^lse_p,  o = Σ 2^(lse_p − lse) o_p."""
     i = tl.program_id(0) % first
     head = tl.program_id(0) // first
     part = tl.arange(0, PARTS)
@@ -166,7 +166,7 @@ def add_up(
     x, some, rows, sx_b, sx_g, sx_p, sx_n, first, heads, parts, width, G, P,
     PARTS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the gradients of the first rows made one: their sum, in a fixed order."""
+    """Add the parts of the gradients of the first rows, in a fixed order."""
     i = tl.program_id(0) % first
     head = tl.program_id(0) // first
     part = tl.arange(0, PARTS)

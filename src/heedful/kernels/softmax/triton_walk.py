@@ -1,12 +1,12 @@
-"""What the walks in Triton share: a block of queries goes over the keys that it sees, or one of keys over queries.
+"""The loop shared by the softmax kernels: a block of queries over the keys that it sees, or of keys over queries.
 
-    near        the tokens [min lo, max hi) of the block in tiles; those that every row sees whole carry no mask
-    prefix      special tokens that lie apart from them, in narrower tiles
+    near        the tokens [min lo, max hi) of the block in tiles; tiles that every row sees completely need no mask
+    prefix      special tokens apart from them, in narrower tiles
     list        instead of both, for any pattern: the tokens that some row of the block sees, from anywhere
 
-Which tokens a row sees stands in four numbers a row (reach.py), or in the block's list (lists.py), read from memory:
-nothing is compiled for a length, a window or a pattern. A tile is the token where it starts, and those after it; from a
-list it is a vector of tokens. `read`, `numbers` and `write` take either.
+The kernels read from memory which tokens a row sees: four numbers per row (reach.py), or the block's list (lists.py).
+So they are not compiled for one length, window or pattern. A tile is given by its first token if its tokens are
+consecutive, and by a vector of tokens if it comes from a list. `read`, `numbers` and `write` take either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from heedful.kernels.softmax import lists, reach
 
 NOWHERE = tl.constexpr(reach.NOWHERE)
 HEAD = tl.constexpr(lists.HEAD)
-# Lengths are not compiled in: sequences of any length share one program.
+# Lengths are not compiled in: one kernel serves sequences of any length.
 LENGTHS = ["n", "m", "skip", "stop", "blocks", "rows_b", "rows_g", "keys_b", "keys_g", "G"]
 
 
@@ -36,7 +36,7 @@ def capped(x, cap):
 
 @triton.jit
 def _rows_at(base, start, stride, rows):
-    """Where rows start + rows of a matrix begin; or those that `start` names."""
+    """Addresses of the rows start + rows of a matrix; if `start` is a vector, of the rows that it lists."""
     if start.type.is_block():
         return base + start.to(tl.int64)[:, None] * stride
     else:
@@ -45,7 +45,7 @@ def _rows_at(base, start, stride, rows):
 
 @triton.jit
 def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr):
-    """Rows start + rows of a matrix; those that are not real, and columns from `width` on, are zero and not read."""
+    """Load the rows start + rows of a matrix; rows that are not real, and columns from `width` on, read as zero."""
     at = _rows_at(base, start, stride, rows) + columns[None, :]
     if MASKED:
         if EVEN:
@@ -58,7 +58,7 @@ def read(base, start, stride, rows, columns, real, width, MASKED: tl.constexpr, 
 
 @triton.jit
 def numbers(base, start, rows, real, other, MASKED: tl.constexpr):
-    """One number for each of rows start + rows; `other` for those that are not real."""
+    """Load one number for each of the rows start + rows; `other` for those that are not real."""
     at = base + start
     if not start.type.is_block():
         at += rows
@@ -77,8 +77,8 @@ def write(base, start, stride, rows, columns, real, width, tile):
 def reach_of(table, length, i, here, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
     """lo, hi of the near interval; base, stop of the prefix; from, until of a prefix that lies among the near tiles.
 
-    The queries of a block that begin a segment of their own have their prefix nearby: the tiles of the near interval
-    take it along. The others share the prefix of the block's first segment, which may lie far back.
+    Queries of a block that begin a new segment have their prefix nearby, and the tiles of the near interval cover it.
+    The other queries share the prefix of the block's first segment, which may lie far back.
     """
     lo = tl.load(table + i, mask=here, other=NOWHERE)
     hi = tl.load(table + length + i, mask=here, other=0)
@@ -100,7 +100,7 @@ def reach_of(table, length, i, here, PREFIX: tl.constexpr, SEGMENTS: tl.constexp
 
 @triton.jit
 def cut(lo, hi, late, until, TILE: tl.constexpr):
-    """Where the near tiles begin; how many there are; the first and the last but one that need no mask."""
+    """The start of the near tiles and their number; tiles left … right − 1 need no mask."""
     first = tl.minimum(tl.min(lo, 0), tl.min(late, 0))
     last = tl.maximum(tl.max(hi, 0), tl.max(until, 0))
     total = tl.cdiv(tl.maximum(last - first, 0), TILE)
@@ -113,13 +113,13 @@ def cut(lo, hi, late, until, TILE: tl.constexpr):
 
 @triton.jit
 def list_of(table, block, within, here, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """A block's tokens; lo, NOWHERE for those that see nothing; where its list begins; its tiles, `right` of them full.
+    """A block's tokens; lo (NOWHERE if a token sees nothing); the start of its list; its tiles, `right` of them full.
 
-    What `cut` says of intervals, this says of a list, whose full tiles come first: `left` is 0.
+    The counterpart of `cut` for a list. Full tiles come first, so `left` is 0.
     """
     table += block * (ROWS + HEAD)
     token = tl.load(table + within, mask=here, other=-1)
-    wanted = tl.max(here.to(tl.int32), 0) > 0  # a block that is walked in parts elsewhere has nothing to do here
+    wanted = tl.max(here.to(tl.int32), 0) > 0  # other programs process, in parts, a block with no row here
     first = tl.load(table + ROWS)
     full = tl.load(table + ROWS + 1, mask=wanted, other=0) // TILE
     total = tl.load(table + ROWS + 2, mask=wanted, other=0) // TILE
@@ -134,7 +134,7 @@ def full_tile(t, first, tokens, TILE: tl.constexpr):
 
 @triton.jit
 def partial_tile(t, first, right, tokens, words, within, TILE: tl.constexpr):
-    """The t-th tile after the full ones: its tokens, what is seen of them, which of them are there."""
+    """The t-th tile after the full ones: its tokens, the mask of visible pairs, and which tokens are not padding."""
     at = first + (right + t) * TILE + tl.arange(0, TILE)
     token = tl.load(tokens + at)
     seen = (tl.load(words + at)[None, :] >> within[:, None].to(tl.int64)) & 1
@@ -143,7 +143,7 @@ def partial_tile(t, first, right, tokens, words, within, TILE: tl.constexpr):
 
 @triton.jit
 def share(count, part, PARTS: tl.constexpr):
-    """The tiles of one part out of PARTS."""
+    """The range of tiles of one part out of PARTS."""
     return count * part // PARTS, count * (part + 1) // PARTS
 
 
@@ -157,7 +157,7 @@ def sees(j, lo, hi, late, until, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def takes_part(table, j, length, SEGMENTS: tl.constexpr):
-    """Tokens that exist and are no padding: what stands in others, NaN too, must not be read."""
+    """True for tokens that exist and are not padding; the contents of others, even NaN, must not be read."""
     real = j < length
     if SEGMENTS:
         real = tl.load(table + j, mask=real, other=NOWHERE) != NOWHERE
@@ -169,7 +169,7 @@ def edge_tile(
     t, first, left, right, lo, hi, late, until, table, length,
     TILE: tl.constexpr, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the near tiles that need a mask the t-th: where it begins, what is seen of it, what of it takes part."""
+    """The t-th near tile that needs a mask: its start, the visible pairs, and which tokens take part."""
     at = first + tl.where(t < left, t, t - left + right) * TILE
     j = at + tl.arange(0, TILE)
     seen = sees(j, lo, hi, late, until, PREFIX, SEGMENTS)
@@ -178,13 +178,13 @@ def edge_tile(
 
 @triton.jit
 def prefix_tiles(base, end, PREFIX: tl.constexpr):
-    """How many there are."""
+    """The number of prefix tiles."""
     return tl.cdiv(tl.maximum(tl.max(end, 0) - base, 0), PREFIX)
 
 
 @triton.jit
 def prefix_tile(t, base, end, table, length, PREFIX: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of the prefix the t-th tile: where it begins, its tokens, what is seen of them, which of them take part."""
+    """The t-th tile of the prefix: its start, its tokens, the visible pairs, and which tokens take part."""
     at = base + t * PREFIX
     j = at + tl.arange(0, PREFIX)
     real = takes_part(table, j, length, SEGMENTS)
@@ -193,7 +193,7 @@ def prefix_tile(t, base, end, table, length, PREFIX: tl.constexpr, SEGMENTS: tl.
 
 @triton.jit
 def scores(a, b, scale, cap, PRECISION: tl.constexpr, CAPPED: tl.constexpr):
-    """a bᵀ, and what is left to multiply it with; under a cap that is in it already."""
+    """a bᵀ, and the factor still to apply to it; with a cap the factor is applied already."""
     x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     if CAPPED:
         x = capped(x * scale, cap)

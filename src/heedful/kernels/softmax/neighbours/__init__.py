@@ -1,1 +1,1 @@
-"""Attention over lists of neighbours: work in proportion to the pairs, wherever they lie."""
+"""Attention over lists of neighbours; the cost is proportional to the number of pairs, wherever they lie."""

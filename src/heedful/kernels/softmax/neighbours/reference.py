@@ -1,8 +1,8 @@
-"""Attention of each query over a list of its own, by any row function: for patterns that are a tree, or have one.
+"""Attention of each query over its own list of keys, by any row function; for patterns that contain a tree.
 
-    forward     queries with about as many keys as each other, gathered with them: S = scale · q Kᵀ, O = W(S) V
-    backward    the same once more with gradients, which are added to the places they were gathered from
-    adjoint     the weights once more, times Y, added to the places of the keys
+    forward     gather queries with similar numbers of keys, and their keys: S = scale · q Kᵀ, O = W(S) V
+    backward    the same again with gradients, added at the places that the inputs were gathered from
+    adjoint     the weights again, times Y, added at the places of the keys
 
 See README.md. The signature is that of every softmax backend.
 """
@@ -25,11 +25,11 @@ from heedful.patterns import And, Or, Pattern, Tree
 from heedful.segments import Segments
 from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
-BUDGET = 1 << 22  # gathered numbers at a time: 16 MiB in float32
+BUDGET = 1 << 22  # numbers gathered at a time: 16 MiB in float32
 
 
 class Bucket(NamedTuple):
-    """Queries, the keys of each, and which of those are seen: the others fill up its list."""
+    """Queries, the list of keys of each, and which of those are seen; the others are padding."""
 
     queries: Int[Tensor, " r"]
     keys: Int[Tensor, "r c"]
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 
 @lru_cache(maxsize=8)
 def buckets(pattern: Pattern, n: int, m: int) -> tuple[Bucket, ...]:
-    """Every allowed pair of the last n of m positions, in a bucket by the length of its query's list."""
+    """Every allowed pair of the last n of m positions, in buckets by the length of the query's list."""
     i, j = _links(pattern, n, m)
     i = i - (m - n)
     count = torch.bincount(i, minlength=n)
@@ -47,7 +47,7 @@ def buckets(pattern: Pattern, n: int, m: int) -> tuple[Bucket, ...]:
     found = []
     for kind in size.unique().tolist():
         if kind < 0:
-            continue  # they see nothing
+            continue  # these queries see nothing
         queries = (size == kind).nonzero().flatten()
         place = torch.arange(int(count[queries].max()))
         seen = place < count[queries, None]
@@ -106,7 +106,7 @@ def adjoint(
     *,
     memory: dict[str, Tensor] | None = None,
 ) -> Float[Tensor, "*b m e"]:
-    """Aᵀ Y; nothing is remembered."""
+    """Aᵀ Y; nothing is cached in `memory`."""
     lists = _Gathered(q, k, y, buckets(pattern, q.shape[-2], k.shape[-2]), rows, scale)
     out = q.new_zeros(*lists.batch, k.shape[-2], y.shape[-1], dtype=lists.dtype)
     for part in lists.parts():
@@ -117,7 +117,7 @@ def adjoint(
 
 
 class _Gathered:
-    """One call: its buckets in pieces, each with its keys beside its queries."""
+    """One call: its buckets in pieces, each with queries and gathered keys."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, groups: tuple[Bucket, ...], rows: RowFunction, scale: float):
         self.batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -139,7 +139,7 @@ class _Gathered:
     def weights(
         self, part: Bucket, q: Float[Tensor, "*#b r d"], k: Float[Tensor, "*#b r c d"], parameters
     ) -> Float[Tensor, "*b r c"]:
-        """What the row function makes of a piece: a tile in which every row has keys of its own."""
+        """The row function's weights for a piece: a tile in which every row has its own keys."""
         scores = ((q * self.scale)[..., None, :] @ k.mT)[..., 0, :]
         tile = Tile(
             (),

@@ -1,1 +1,1 @@
-"""Attention over keys that lie a stride apart: dense or windowed attention inside residue classes."""
+"""Attention over keys a stride apart: dense or windowed attention inside residue classes."""

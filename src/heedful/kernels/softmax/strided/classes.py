@@ -1,7 +1,7 @@
 """Attention over keys a stride apart, by any row function: a plain pattern inside each residue class.
 
-    classes     i = a·s + r: inside one residue r, multiples of the stride s are neighbours a
-    segments    class r of segment t is a segment of its own
+    classes     i = a·s + r: inside one residue class r, multiples of the stride s are adjacent (a, a + 1)
+    segments    class r of segment t becomes a segment
     adjoint     the same with the adjoint inside the classes
 
 See README.md. `within` is the kernel that runs inside the classes: any that takes plain patterns.
@@ -64,7 +64,7 @@ def adjoint(
     *,
     memory: dict[str, Any] | None = None,
 ) -> Float[Tensor, "*b m e"]:
-    """Aᵀ Y. What the kernel inside remembers about q and k is kept in `memory`."""
+    """Aᵀ Y. The kernel inside the classes caches what it knows of q and k in `memory`."""
     shape = recognise(pattern)
     assert isinstance(shape, StridedKeys), "objections() come first"
     memory = {} if memory is None else memory
@@ -83,16 +83,16 @@ def adjoint(
 
 
 def on_grid(rows: RowFunction) -> RowFunction:
-    """The row function for one batch axis more, that of the residues."""
+    """The row function for inputs with one more batch axis, that of the residues."""
     if isinstance(rows, SoftmaxRows) and rows.sink is not None:
         return replace(rows, sink=rows.sink[..., None])
     return rows
 
 
 class Grid:
-    """Tokens as residues r and rows a, position a·s + r: zeros before the first query and after the last key fill it.
+    """Tokens as residues r and rows a at position a·s + r; zeros before the first query and after the last key.
 
-    The keys have all rows; the queries, the last n of m positions, those from that of the first query on.
+    The keys have all rows. The queries are the last n of m positions; their rows start with that of the first query.
     """
 
     def __init__(self, q: Tensor, k: Tensor, step: int):
@@ -117,9 +117,9 @@ class Grid:
 
 
 def each_length(run: Callable[..., Tensor], grid: Grid, looks_ahead: bool, *grids: Tensor) -> Tensor:
-    """All classes together; where queries look ahead, those that lack the last row apart from the others.
+    """Run all classes together; if queries look ahead, run the classes that lack the last row separately.
 
-    Zeros in the last row come after every query of their class, which one that does not look ahead never sees.
+    Zeros in the last row come after every query of their class; a query that does not look ahead never sees them.
     """
     if not grid.after or not looks_ahead:
         return run("all", *grids)
@@ -130,7 +130,7 @@ def each_length(run: Callable[..., Tensor], grid: Grid, looks_ahead: bool, *grid
 
 
 class _Order:
-    """Tokens sorted by segment and residue, and back: blocks of neighbours then see few keys."""
+    """Sorts tokens by segment and residue, and back. Blocks of adjacent tokens then see few keys."""
 
     def __init__(self, q: Tensor, k: Tensor, step: int, segments: Segments):
         layout = resolve(segments, q.shape[-2], k.shape[-2], q.device)
@@ -153,5 +153,5 @@ class _Order:
 
 
 def _classes(ids: Int[Tensor, "*s n"], positions: Int[Tensor, "*s n"], step: int) -> Int[Tensor, "*s n"]:
-    """A segment for each residue of each segment; padding stays padding."""
+    """New segment ids, one for each residue of each segment; padding stays padding."""
     return torch.where(ids >= 0, ids * step + positions % step, -1)

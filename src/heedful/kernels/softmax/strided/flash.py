@@ -1,7 +1,7 @@
-"""Strided attention on a GPU by torch's flash kernels: residue classes are views with longer steps, nothing is copied.
+"""Strided attention on a GPU by torch's flash kernels: residue classes are strided views, nothing is copied.
 
-classes   (batch, a·l + r, d) seen as (batch, r, a, d): l short sequences whose tokens lie l·d numbers apart
-window    the same kernel's sliding window
+classes   (batch, a·l + r, d) viewed as (batch, r, a, d): l short sequences whose tokens lie l·d numbers apart
+window    the sliding window of kernels/softmax
 merge     o = Σ_p exp(lse_p − lse) o_p,  lse = log Σ_p exp(lse_p)
 backward  each part's own backward pass, given the *merged* o and lse (README.md)
 """
@@ -29,19 +29,19 @@ aten = torch.ops.aten
 
 
 class Shape(NamedTuple):
-    """Keys at multiples of `stride`, or nearer than `window`, none of them after the query."""
+    """Keys at multiples of `stride` or nearer than `window`, none of them after the query."""
 
     stride: int
     window: int
 
     @property
     def skip(self) -> int:
-        """Steps of the stride that lie inside the window, where the other part sees them."""
+        """The number of strides inside the window; the window part covers these keys."""
         return -(-self.window // self.stride)
 
     @classmethod
     def of(cls, pattern: Pattern) -> Shape | None:
-        """None where the pattern is none that looks back, over all of its class."""
+        """The shape of a pattern; None unless it looks back, and over the whole class."""
         match recognise(pattern):
             case StridedKeys(Offsets(before, 0, stride)) if before >= FAR:
                 return cls(stride, 0)
@@ -87,7 +87,7 @@ def attend(
     assert shape is not None, "objections() come first"
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     n = q.shape[-2]
-    after = -n % shape.stride  # zeros fill the last row of the grid: the last keys of their class, which nobody sees
+    after = -n % shape.stride  # zeros fill the last row of the grid: the last keys of their class, never seen
     flat = [_as_grid(x, batch, after) for x in (q, k, v)]
     out = _Strided.apply(*flat, shape, scale)
     return (out[:, :n] if after else out).reshape(*batch, n, v.shape[-1])
@@ -113,14 +113,14 @@ def adjoint(
 
 
 def _as_grid(x: Tensor, batch: tuple[int, ...], after: int) -> Tensor:
-    """(b, n + after, w); where nothing is appended nothing is copied, which torch's `pad` does even then."""
+    """x as (b, n + after, w); without `after` there is no copy (torch's `pad` would copy even then)."""
     x = x if x.shape[:-2] == batch else x.expand(*batch, -1, -1)
     x = F.pad(x, (0, 0, 0, after)) if after else x
     return x.reshape(prod(batch), *x.shape[-2:])
 
 
 class _Classes:
-    """The strided part: views of the rows that see something of their class, and of what they see."""
+    """The strided part: views of the rows that see keys of their class, and of those keys."""
 
     def __init__(self, shape: Shape):
         self.stride, self.skip = shape.stride, shape.skip
@@ -147,7 +147,7 @@ class _Strided(torch.autograd.Function):
             )
             o = o.transpose(1, 2).flatten(1, 2)
             if out is None or lse is None:
-                out, lse = o, log  # the logarithms as the kernel has them and wants them back: (b, residue, row)
+                out, lse = o, log  # log has the layout that the backward kernel expects: (b, residue, row)
             else:
                 _merge(out[:, far:], lse[:, far:], o, log.transpose(1, 2).flatten(1, 2))
         assert out is not None and lse is not None
@@ -184,11 +184,11 @@ class _Strided(torch.autograd.Function):
         return (*grads, None, None)
 
 
-BLOCK = 64  # rows a program merges
+BLOCK = 64  # rows that a program merges
 
 
 def _merge(out: Float[Tensor, "b n e"], lse: Float[Tensor, "b n"], o: Tensor, log: Tensor) -> None:
-    """Joins a part to what was there, in place: one pass over both, the sums in float32."""
+    """Merge a part into out and lse, in place: one pass over both, with sums in float32."""
     b, n, e = out.shape
     with on_device(out):
         _merge_rows[(triton.cdiv(n, BLOCK), b)](
@@ -221,5 +221,5 @@ def _merge_rows(
 
 
 def _no_dropout(like: Tensor) -> Tensor:
-    """Where the state of a random generator is asked for, though nothing is drawn."""
+    """A placeholder for the state of a random generator; without dropout the kernel does not read it."""
     return torch.empty(2, dtype=torch.uint64, device=like.device)

@@ -1,7 +1,7 @@
-"""Softmax over the keys at multiples of a stride, and those of a window, each key once: O(N · (N / s + w)).
+"""Softmax over the keys at multiples of a stride and those of a window, each key once: O(N · (N / s + w)).
 
     classes     i = a·s + r: the queries and keys of one residue r are a short sequence over a
-    window      blocks of queries with the keys just before them, and after
+    window      blocks of queries with the keys just before and after them
     merge       o = Σ_p exp(lse_p − lse) o_p,  lse = log Σ_p exp(lse_p)       p: the two parts, disjoint sets of keys
     backward    P = exp(S − lse),  dS = P ∘ (dO Vᵀ − dO·O)                    in each part, with the *merged* lse and O
     adjoint     Aᵀ Y = Σ_parts Pᵀ Y                                           the same lse for every Y
@@ -26,7 +26,7 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
 
-ROWS = 64  # queries of a class in a tile: a causal triangle is cut into strips of so many rows
+ROWS = 64  # queries of a class in a tile: a causal triangle is cut into strips of this many rows
 BUDGET = 1 << 19  # scores in a tile: 2 MiB in float32, so that a tile stays in the cache
 
 
@@ -59,7 +59,7 @@ def adjoint(
     *,
     memory: dict[str, Tensor] | None = None,
 ) -> Float[Tensor, "*b m e"]:
-    """Aᵀ Y; the rows' log-sum-exps, the same for every Y, are kept in `memory`."""
+    """Aᵀ Y. `memory` caches the rows' log-sum-exps, which are the same for every Y."""
     memory = {} if memory is None else memory
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
     q, k, y = _flat(batch, q, k, y)
@@ -83,9 +83,9 @@ def _flat(batch: tuple[int, ...], *tensors: Tensor) -> list[Float[Tensor, "b t w
 
 
 class _Grid:
-    """Tokens as rows a and columns r, position a·l + r: zeros before the first query and after the last key fill it.
+    """Tokens as rows a and columns r at position a·l + r; zeros before the first query and after the last key.
 
-    The keys have all rows; the queries, the last n of m positions, those from `first` on.
+    The keys have all rows. The queries are the last n of m positions; their rows start at `first`.
     """
 
     def __init__(self, n: int, m: int, stride: int):
@@ -101,7 +101,7 @@ class _Grid:
         return F.pad(x, (0, 0, self.before, self.after)).unflatten(1, (-1, self.stride))
 
     def back(self, x: Float[Tensor, "b a r w"]) -> Float[Tensor, "b n w"]:
-        """The queries of a grid as a sequence, a view."""
+        """The queries of a grid as a sequence (a view)."""
         return x.flatten(1, 2)[:, self.before : self.before + self.n]
 
 
@@ -124,7 +124,7 @@ class _Work:
         self.shape, self.scale = shape, scale
         self.n, self.m = q.shape[1], k.shape[1]
         far, near = shape
-        self.stride = min(far.step, self.m)  # a longer one reaches no key but the query's own
+        self.stride = min(far.step, self.m)  # a longer stride reaches only the query's own key
         self.back = range(near.before // self.stride + 1, min(far.before // far.step, self.m) + 1)
         self.ahead = range(near.after // self.stride + 1, min(far.after // far.step, self.m) + 1)
         """Steps of the stride at which a query sees keys outside the window, before it and after it."""
@@ -133,7 +133,7 @@ class _Work:
 
     def attend(self) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n 1"]]:
         """A V, and the logarithms of the normalisers of the rows."""
-        # Grids, of which the queries are a part: what stands in the zeros around them is never read.
+        # Whole grids; the zeros around the queries are never read.
         out = self.Q.new_zeros(*self.Q.shape[:3], self.v.shape[-1])
         lse = self.Q.new_full((*self.Q.shape[:3], 1), -inf)
         rows, log = self.grid.back(out), self.grid.back(lse)
@@ -151,7 +151,7 @@ class _Work:
     def pull_back(
         self, lse: Float[Tensor, "b n 1"], dot: Float[Tensor, "b n 1"] | None, grad: Float[Tensor, "b n e"]
     ) -> list[Tensor]:
-        """The gradient in v alone, or those in v, q and k where dO·O is given for every row."""
+        """The gradient in v; if dO·O is given for every row, those in v, q and k."""
         dV = self.K.new_zeros(*self.K.shape[:3], grad.shape[-1])
         totals = [dV] if dot is None else [dV, torch.zeros_like(self.Q), torch.zeros_like(self.K)]
         flat = [self.grid.back(x) if at == 1 else x.flatten(1, 2) for at, x in enumerate(totals)]
@@ -177,9 +177,9 @@ class _Work:
         return [x if at == 1 else x[:, : self.m] for at, x in enumerate(flat)]
 
     def class_tiles(self) -> Iterator[_Tile]:
-        """Strips of rows, of as many residues and batch entries as make BUDGET scores."""
+        """Strips of rows, each with as many residues and batch entries as make BUDGET scores."""
         grid, back, ahead = self.grid, self.back, self.ahead
-        begin = grid.first if ahead else max(grid.first, back.start)  # rows before it see none of their class
+        begin = grid.first if ahead else max(grid.first, back.start)  # earlier rows see no key of their class
         for lo in range(begin, grid.rows, ROWS):
             hi = min(lo + ROWS, grid.rows)
             start = max(0, lo - back.stop + 1) if back else lo + ahead.start
@@ -197,7 +197,7 @@ class _Work:
                     yield _Tile(slice(b, b + entries), some, queries, slice(start, stop), penalty)
 
     def _apart(self, lo: int, hi: int, start: int, stop: int) -> Tensor | None:
-        """0 where the key's row is one of those that the query's row sees outside the window, −∞ elsewhere."""
+        """0 where the query's row sees the key's row outside the window, −∞ elsewhere; None if all are seen."""
         device = self.q.device
         steps = torch.arange(lo, hi, device=device)[:, None] - torch.arange(start, stop, device=device)
         seen = (steps >= self.back.start) & (steps < self.back.stop)
@@ -206,7 +206,7 @@ class _Work:
         return None if bool(seen.all()) else self._penalty(seen)
 
     def _with_end(self, apart: Tensor | None, residues: slice, start: int, stop: int) -> Tensor | None:
-        """Zeros after the last key are keys to nobody. (Queries that look back never reach them.)"""
+        """The mask `apart`, also with −∞ at the zeros after the last key. (Queries that look back never see them.)"""
         if not self.ahead or not self.grid.after or stop < self.grid.rows:
             return apart
         r = torch.arange(residues.start, residues.stop, device=self.q.device)[:, None, None]
@@ -215,7 +215,7 @@ class _Work:
         return end if apart is None else apart + end
 
     def window_tiles(self) -> Iterator[_Tile]:
-        """Blocks of queries, of as many batch entries as make BUDGET scores; positions, not rows."""
+        """Blocks of queries, each with as many batch entries as make BUDGET scores; by positions, not rows."""
         before, after, _ = self.shape.near
         block = max(16, min(128, (max(before, after) + 1) // 2))
         first = self.m - self.n
@@ -224,7 +224,7 @@ class _Work:
             hi = min(lo + block, self.n)
             start, stop = max(0, lo + first - before), min(self.m, hi + first + after)
             key = hi - lo, start - lo - first, stop - lo - first
-            if last is None or last[0] != key:  # blocks that are shifts of each other share their mask
+            if last is None or last[0] != key:  # blocks that are shifts of each other share a mask
                 steps = torch.arange(lo + first, hi + first)[:, None] - torch.arange(start, stop)
                 last = key, self._penalty(((steps <= before) & (steps >= -after)).to(self.q.device))
             entries = max(1, BUDGET // ((hi - lo) * (stop - start)))
@@ -236,7 +236,7 @@ class _Work:
 
     def scores(self, q: Tensor, k: Tensor, tile: _Tile) -> Tensor:
         s = torch.bmm(q * self.scale, k.mT)
-        if tile.penalty is not None and tile.penalty.ndim == 3:  # each residue its own
+        if tile.penalty is not None and tile.penalty.ndim == 3:  # one mask per residue
             s.unflatten(0, (-1, len(tile.penalty))).add_(tile.penalty)
         elif tile.penalty is not None:
             s.add_(tile.penalty)
@@ -244,12 +244,12 @@ class _Work:
 
 
 def _take(grid: Float[Tensor, "b a r w"], tile: _Tile, rows: slice) -> Float[Tensor, "s l w"]:
-    """The classes of a tile, one sequence after the other."""
+    """The rows of a tile's classes, one sequence after the other."""
     return grid[tile.batch, rows, tile.residues].transpose(1, 2).flatten(0, 1)
 
 
 def _place(grid: Float[Tensor, "b a r w"], tile: _Tile, rows: slice) -> Float[Tensor, "c s l w"]:
-    """The same part of a grid as a view to write to."""
+    """The same part of a grid, as a view to write to."""
     return grid[tile.batch, rows, tile.residues].transpose(1, 2)
 
 
@@ -275,7 +275,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _attend(s: Float[Tensor, "b r c"], v: Float[Tensor, "b c e"]) -> tuple[Tensor, Tensor]:
-    """Softmax(s) v, and the logarithm of its normaliser; overwrites s."""
+    """Softmax(s) v and the logarithm of its normaliser; overwrites s."""
     top = s.amax(-1, keepdim=True)
     top.masked_fill_(top == -inf, 0)
     total = s.sub_(top).exp_().sum(-1, keepdim=True)
@@ -283,8 +283,8 @@ def _attend(s: Float[Tensor, "b r c"], v: Float[Tensor, "b c e"]) -> tuple[Tenso
 
 
 def _merge(out: Tensor, lse: Tensor, o: Tensor, log: Tensor) -> None:
-    """Joins a part to what was there, in place."""
-    share = (log - lse).sigmoid().nan_to_num_(0.0)  # shares add up to 1 however large they are; −∞ − −∞ is NaN
+    """Merge a part into out and lse, in place."""
+    share = (log - lse).sigmoid().nan_to_num_(0.0)  # shares add up to 1 at any size; −∞ − −∞ is NaN
     out.mul_(1 - share).add_(o.mul_(share))
     lse.copy_(torch.logaddexp(lse, log))
 
