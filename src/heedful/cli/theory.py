@@ -47,7 +47,7 @@ def theory_command(
             fresh=fresh, html=html, language=language,
         )  # fmt: skip
     if as_json:
-        print_json(answer.records)
+        print_json(answer.shown)
     else:
         answer.show()
     raise typer.Exit(answer.exit_code)

@@ -22,6 +22,7 @@ class Answer:
     """What a run found, and how it is to be told."""
 
     records: list[Record]
+    shown: list[Record]
     chapters: list[dict[str, Any]]
     seconds: float
     language: str
@@ -34,10 +35,10 @@ class Answer:
         return 0 if all(one["control"]["flipped"] for one in controls(self.records)) else 1
 
     def show(self) -> None:
-        if self.one and self.records:
-            theory_terminal.print_claim(self.records[0], language=self.language)
+        if self.one and self.shown:
+            theory_terminal.print_claim(self.shown[0], language=self.language)
         else:
-            theory_terminal.print_claims(self.records, self.chapters, seconds=self.seconds, language=self.language)
+            theory_terminal.print_claims(self.records, self.shown, self.chapters, self.seconds, self.language)
         if self.html is not None:
             theory_terminal.print_written(self.html)
 
@@ -64,13 +65,12 @@ def theory(
     with theory_terminal.Progress() as progress:
         records = run.run(plan, progress.told)
     seconds = time.perf_counter() - start
-    if failed:
-        records = [record for record in records if record["verdict"] == "FAILS"]
+    shown = [record for record in records if not failed or record["verdict"] == "FAILS"]
     chapters = [
         {"name": one.name, "title": {"en": one.title.en, "zh": one.title.zh}, "text": one.text}
         for one in registry.chapters_of(plan.registry)
     ]
     if html is not None:
         made = f"heedful {heedful.__version__}, {datetime.now(UTC):%Y-%m-%d}"
-        write_whole(html, book(records, chapters, made=made, language=language))
-    return Answer(records, chapters, seconds, language, len(ids) == 1, html)
+        write_whole(html, book(shown, chapters, made=made, language=language))
+    return Answer(records, shown, chapters, seconds, language, len(ids) == 1, html)

@@ -72,13 +72,17 @@ class Progress:
 
 
 def print_claims(
-    records: Sequence[Record], chapters: Sequence[Mapping[str, Any]], *, seconds: float, language: str
+    records: Sequence[Record],
+    shown: Sequence[Record],
+    chapters: Sequence[Mapping[str, Any]],
+    seconds: float,
+    language: str,
 ) -> None:
-    """The table, then what it comes to."""
+    """Print a table of the records that are shown, then the counts of all."""
     console = make_console()
     parts: list[RenderableType] = []
     for chapter in chapters:
-        own = [record for record in records if record["chapter"] == chapter["name"]]
+        own = [record for record in shown if record["chapter"] == chapter["name"]]
         if own:
             parts += [Text(chapter["title"][language], style="bold cyan"), _table(own, console.width, language), Text()]
     print_parts(console, *parts, *_sums(records, chapters, seconds, language))

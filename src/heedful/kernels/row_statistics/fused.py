@@ -82,7 +82,7 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
         return ["only a softmax has its row statistics fused"]
     why = fused.about_scores(q, k, rows, scale) or fused.about_intervals(q, k, k, pattern, segments)
     if request.values is not None:
-        why.append("values do not ride along with it: the layer's own kernel takes as long")
+        why.append("it does not compute the layer's output in the same pass: the layer's own kernel takes as long")
     if request.bands and isinstance(segments, tuple):
         why.append("bands under separate segments of queries and keys are not one interval of offsets")
     return why

@@ -64,7 +64,7 @@ def objections(q, k, rows, pattern, segments, scale, request: Request) -> list[s
     if segments is not None:
         why.append("targets and bands are not moved into the residue classes of segments")
     if request.into is not None or request.down is not None:
-        why.append("the matrix is left row by row, not class by class")
+        why.append("a caller that keeps the matrix wants it row by row, not class by class")
     if 0 in (*q.shape, *k.shape):
         why.append("it can't take an empty tensor")
     return why
