@@ -121,8 +121,8 @@ class Run:
         there = (folder / "scan.json").exists()
         if there and not resume:
             raise AnotherScan(
-                f"{folder}: holds a scan already. Continue it with --resume (resume=True), or choose another folder; nothing "
-                "in it was changed."
+                f"{folder}: holds a scan already. Continue it with --resume (resume=True), or choose another folder; "
+                "nothing in it was changed."
             )
         if not there and folder.is_dir():
             _check_empty(folder)
