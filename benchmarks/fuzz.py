@@ -648,7 +648,7 @@ def write_summary(path: Path, files: list[Path], device: str, note: str = "") ->
     seconds = sum(line["seconds"] for line in every)
     about = {
         **({"note": note} if note else {}),
-        "device": device if device == "cpu" else torch.cuda.get_device_name(device),
+        "device": torch.cuda.get_device_name(device) if torch.cuda.is_available() and device != "cpu" else device,
         "commit": commit.stdout.strip(),
         "versions": {"heedful": h.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "files": {name: len(own) for name, own in found.items()},
