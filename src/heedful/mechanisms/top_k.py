@@ -48,7 +48,7 @@ class TopKRows:
 
 
 def largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
-    """Return a mask of the k largest entries of each row, the first among equal ones: `topk` breaks ties arbitrarily."""
+    """Return a mask of the k largest entries per row, the first among equal ones (`topk` breaks ties arbitrarily)."""
     least = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
     kept = scores >= least
     if bool((kept.sum(-1) > k).any()):
