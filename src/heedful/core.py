@@ -364,6 +364,14 @@ class RecurrentMechanism(Mechanism):
     higher precision than 16-bit inputs, at least float32, because every step rounds it. `cost.state` counts its
     floating-point numbers. Parts that depend on keys and values alone are stored once for all queries that share these
     keys: dims.kv_batch times, not dims.batch.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
+    >>> attend = h.Linear()
+    >>> out, state = attend.prefill(q[..., :99, :], k[..., :99, :], v[..., :99, :])
+    >>> last, state = attend.step(state, q[..., 99:, :], k[..., 99:, :], v[..., 99:, :])
+    >>> torch.allclose(last, attend(q, k, v)[..., 99:, :], atol=1e-5)
+    True
     """
 
     @abstractmethod

@@ -357,7 +357,7 @@ class Attention(nn.Module):
         return self.mechanism
 
     def _check(self, x: Tensor, context: Tensor | None, segments: Segments | None) -> None:
-        """Raise errors that name the arguments of this layer, before the mechanism raises with the names of its own."""
+        """Raise errors that name the arguments of this layer, before the mechanism raises errors about q, k and v."""
         _check_tokens("x", x, self.embed_dim)
         if context is not None:
             _check_tokens("context", context, self.context_dim)

@@ -98,7 +98,13 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The outcomes of all checks, in order; see `examine`."""
+    """The outcomes of all checks, in order; see `examine`.
+
+    >>> import heedful as h
+    >>> report = h.testing.examine(h.testing.Case(h.Softmax), checks=["inputs_are_left_alone", "calls_repeat"])
+    >>> report.passed, report.names("failed")
+    (True, [])
+    """
 
     mechanism: str
     outcomes: dict[str, Outcome]
@@ -172,7 +178,12 @@ def check_mechanism(
 
         print(check_mechanism(PrefixMean))
 
-    `heedful.RecurrentMechanism` has a complete example that decodes token by token, and explains the helpers.
+    `heedful.RecurrentMechanism` has a complete example that decodes token by token, and explains the helpers. To run
+    only some of the checks:
+
+    >>> import heedful as h
+    >>> h.testing.check_mechanism(h.Softmax, checks=["calls_repeat", "forward_is_matrix_times_v"]).passed
+    True
 
     build         a function without arguments (such as the class), or an instance, which is copied. Its type decides
                   which checks apply: steps for a `RecurrentMechanism`, causality if `mechanism.pattern.is_causal`. The
