@@ -30,7 +30,7 @@ ROWS_FROM_MATRIX = 1 << 24  # entries up to which the row sums of a combination 
 
 
 class Products(NamedTuple):
-    """Products with A and Aᵀ for one q and k. What can be computed once for all of them is computed once.
+    """Products with A and Aᵀ for one q and k. They share intermediate results that do not depend on x and y.
 
     apply     x ↦ A x
     adjoint   y ↦ Aᵀ y
@@ -45,7 +45,7 @@ class Products(NamedTuple):
 class Term(NamedTuple):
     """One attention matrix of an operator: coefficient · A(q, k).
 
-    products     with A(q, k) and its transpose, in float32 where `raised`
+    products     products with A(q, k) and its transpose, in float32 if `raised`
     transposed   True if the term is A(q, k)ᵀ
     summed       number of last batch axes that the term sums over
     raised       True if q and k have 16 bits and the term computes in float32

@@ -39,7 +39,7 @@ class Concentration(Measurement):
 
     @property
     def perplexity(self) -> Float[Tensor, "*b n"]:
-        """e^entropy: over how many keys a row spreads, 0 where it sees none."""
+        """e^entropy: the effective number of keys of a row, 0 if it sees none."""
         return torch.where(self.participation > 0, self.entropy.exp(), 0)
 
     def columns(self) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ class Projection(nn.Module, ABC):
 
     @abstractmethod
     def rows(self) -> Float[Tensor, "*h m d"]:
-        """The rows ω themselves."""
+        """Return the rows ω."""
 
     def flops(self) -> int:
         """Flops for one token, as `Cost` counts them: a multiply-add is two."""
