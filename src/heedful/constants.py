@@ -1,4 +1,4 @@
-"""Constants that modules hold in buffers, such as 1/3: a change of dtype rounds the constant itself."""
+"""Constants that modules hold in buffers, such as 1/3: a dtype change rounds the exact constant, not the old buffer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from heedful.shapes import Tensor
 
 
 def rounded_anew(before: Tensor, after: Tensor, exact: Callable[[], Tensor]) -> Tensor:
-    """The constant `exact()` in the dtype and on the device of `after`, which a module made of its buffer `before`.
+    """Return the constant `exact()` in the dtype and on the device of `after`, the converted copy of buffer `before`.
 
-    `after` itself where the dtype is the same, or where the buffer held something else: it was loaded or written to.
+    Returns `after` unchanged if the dtype is the same, or if `before` no longer holds the constant because a checkpoint
+    was loaded into it or it was written to.
 
     >>> third = torch.tensor(1 / 3)
     >>> third.double().item() == 1 / 3

@@ -1,10 +1,10 @@
-"""The contract: what every attention mechanism is.
+"""The contract of an attention mechanism: the base classes, and the types that describe sizes and costs.
 
-Tensors are (*batch, n, d), heads are the last batch axis: q (*b, n, d), k (*b, m, d), v (*b, m, e). Batch axes
-broadcast, which is how grouped queries share keys: q (B, groups, per group, n, d), k (B, groups, 1, m, d).
+Tensors have shape (*batch, n, d), and heads are the last batch axis: q (*b, n, d), k (*b, m, d), v (*b, m, e). Batch
+axes broadcast. Grouped queries use this to share keys: q (B, groups, per group, n, d), k (B, groups, 1, m, d).
 
-Every mechanism is linear in the values, O = A(q, k) V. So `forward` with any matrix in place of V is the product
-A @ X, its gradient in V is the product A.mT @ Y, and `operator` gives both.
+Every mechanism is linear in the values, O = A(q, k) V. So `forward` with a matrix X in place of V computes A @ X, and
+its gradient in V computes A.mT @ Y. `operator` offers both products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from heedful.validation import forget_device
 from heedful.words import check_takes_words
 
 State = Any
-"""What a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
+"""The state that a recurrent mechanism carries from token to token: a NamedTuple of tensors."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Dims:
 
     n, m         queries and keys of one sequence
     d, e         widths of a key and of a value
-    batch        sequences, heads included: rows · heads
-    itemsize     bytes of a number
-    group_size   how many entries of the batch share one sequence of keys and values: heads / kv_heads for grouped
-                 queries, 1 where each has its own. The heads are the last batch axis, so a multiple of the number of
-                 heads means that all heads of a group share theirs
+    batch        number of query sequences, counted per head: batch rows · heads
+    itemsize     bytes per number
+    group_size   number of batch entries that share one sequence of keys and values: heads / kv_heads for grouped
+                 queries, 1 if every entry has separate keys. Heads are the last batch axis, so a multiple of the number
+                 of heads means that all heads of several batch rows share the same keys
 
     >>> Dims(n=1024, m=1024, d=64, e=64, batch=9, group_size=3).kv_batch  # 9 heads, 3 KV heads
     3
@@ -61,7 +61,7 @@ class Dims:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Dims:
-        """The sizes of forward(q, k, v). Keys and values count alike: as often as either has a sequence of its own."""
+        """Return the sizes of forward(q, k, v). `kv_batch` is the broadcast batch of keys and values together."""
         own = broadcast_shapes(k.shape[:-2], v.shape[:-2])
         batch, kv_batch = prod(broadcast_shapes(q.shape[:-2], own)), prod(own)
         group_size = batch // kv_batch if batch else 1
@@ -69,29 +69,32 @@ class Dims:
 
     @property
     def kv_batch(self) -> int:
-        """How many sequences of keys and values there are: rows · kv_heads."""
+        """Number of sequences of keys and values: batch rows · kv_heads."""
         return self.batch // self.group_size
 
     def states(self, heads: int = 1) -> int:
-        """How many sums over keys and values a recurrence keeps: one for each sequence of them.
+        """Number of states that a recurrence stores: one per sequence of keys and values.
 
-        heads   how many heads turn keys into features, or let them fade, in a way of their own: heads that share their
-                keys then still need a state each
+        heads   number of heads with separate feature maps or decays. Heads that share keys but map or decay them
+                differently need one state each
         """
         return self.kv_batch * (heads if self.group_size % heads == 0 else 1)
 
     @property
     def io_bytes(self) -> int:
-        """Each input read once, the output written once: no implementation moves less."""
+        """Bytes to read each input once and write the output once: a lower bound for every implementation."""
         return self.itemsize * (self.d + self.e) * (self.batch * self.n + self.kv_batch * self.m)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a call, such as its scores.
+    """One stage of a call, such as the scores.
 
-    flops         its part of `Cost.flops`
-    elementwise   how many numbers get a function of their own, such as an exponential; not among the flops
+    flops         flops of this stage; the stages of a `Cost` add up to `Cost.flops`
+    elementwise   number of elementwise function evaluations, such as exponentials; not counted as flops
+
+    >>> Stage("softmax", flops=0, elementwise=1024 * 1024)
+    Stage(name='softmax', flops=0, elementwise=1048576)
     """
 
     name: str
@@ -101,12 +104,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call takes.
+    """The cost of one call.
 
-    flops    of matrix products and prefix sums, a multiply-add being two
-    bytes    that must move at least
-    state    numbers kept for decoding after m tokens, or None where there is no recurrence
-    stages   where the flops go, in the order of the work: they add up to `flops`. One stage, "attention", by default
+    flops    flops of matrix products and prefix sums; a multiply-add counts as two
+    bytes    lower bound on the bytes moved
+    state    numbers in the decoding state after m tokens, or None if the mechanism has no recurrence
+    stages   the flops by stage, in the order of execution; they add up to `flops`. Default: one stage, "attention"
 
     >>> Cost.of_stages(Stage("scores", 60), Stage("aggregation", 40), bytes=8).flops
     100
@@ -126,7 +129,7 @@ class Cost:
 
     @classmethod
     def of_stages(cls, *stages: Stage, bytes: int, state: int | None = None) -> Cost:
-        """The cost of stages one after the other; those of one name become one, those of no work are left out."""
+        """Return the cost of these stages. Stages with the same name are merged, stages without work are dropped."""
         named: dict[str, Stage] = {}
         for stage in stages:
             sofar = named.get(stage.name, Stage(stage.name, 0))
@@ -136,16 +139,18 @@ class Cost:
 
 
 def softmax_stages(pairs: int, d: int, e: int, weights: str = "softmax") -> tuple[Stage, Stage, Stage]:
-    """The stages of exact attention: q·k of each pair, a weight from each score, and the weighted values.
+    """Return the stages of exact attention: scores q·k, weights from the scores, and the weighted sum of values.
 
-    pairs     of a query and a key that it sees, over the whole batch
-    weights   the name of the second stage
+    pairs     number of pairs of a query and a visible key, over the whole batch
+    weights   name of the second stage
     """
     return Stage("scores", 2 * pairs * d), Stage(weights, 0, pairs), Stage("aggregation", 2 * pairs * e)
 
 
 class Mechanism(nn.Module, ABC):
-    """One way to attend. Subclasses give `forward`, `matrix` and `cost`; see `heedful.testing.check_mechanism`.
+    """Base class of attention mechanisms.
+
+    A subclass implements `forward`, `matrix` and `cost`. `heedful.testing.check_mechanism` tests it.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
@@ -172,36 +177,37 @@ class Mechanism(nn.Module, ABC):
         *,
         segments: Segments | None = None,
     ) -> Float[Tensor, "*b n e"]:
-        """A(q, k) v by the fast path."""
+        """Return A(q, k) v, computed by the fast path."""
 
     @abstractmethod
     def matrix(
         self, q: Float[Tensor, "*#b n d"], k: Float[Tensor, "*#b m d"], *, segments: Segments | None = None
     ) -> Float[Tensor, "*b n m"]:
-        """A(q, k) as the paper writes it, derived independently of `forward`: it is the oracle."""
+        """Return A(q, k) by the paper's formula, independently of `forward`. Tests use it as the oracle."""
 
     @abstractmethod
     def cost(self, dims: Dims) -> Cost:
-        """What `forward` takes at these sizes."""
+        """Return the cost of `forward` at these sizes."""
 
     def reads_qk(self, heads: int) -> tuple[bool, ...]:
-        """For each of `heads` heads, whether A depends on q and k beyond their shapes; a layer gives no others weights.
+        """For each of `heads` heads, True if A depends on the values of q and k and not on their shapes alone.
 
-        Override where it does not: every False is a promise.
+        Override it to return False for heads that ignore q and k. A layer then creates no query and key weights for
+        these heads, so a wrong False gives wrong results.
         """
         return (True,) * heads
 
     def takes_words(self) -> bool:
-        """Whether `forward` and `matrix` take `words=`, the word ids of the keys.
+        """True if `forward` and `matrix` take `words=`, the word ids of the keys.
 
-        Override where A depends on words, as that of `FixedPattern` does. Like segments they travel with the call.
+        Override it where A depends on words, as in `FixedPattern`. Word ids, like segments, are arguments of each call.
         """
         return False
 
-    # What measures ask for. Each has a default; a mechanism overrides it where it has something faster.
+    # Methods that the measures call. Each has a default; a mechanism overrides it if it has a faster way.
 
     def products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
-        """x ↦ A x by `forward`, and y ↦ Aᵀ y by its gradient in v. Override where the adjoint has a cheaper form."""
+        """Return x ↦ A x, by `forward`, and y ↦ Aᵀ y, by its gradient in v. Override it if Aᵀ y has a cheaper form."""
 
         def adjoint(y: Tensor) -> Tensor:
             batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], y.shape[:-2])
@@ -213,7 +219,7 @@ class Mechanism(nn.Module, ABC):
         return Products(lambda x: self(q, k, x, segments=segments), adjoint)
 
     def row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
-        """Sums over the rows of A. Override where rows come cheaper than by the adjoint on unit vectors."""
+        """Return sums over the rows of A. The default applies the adjoint to unit vectors; override it if slow."""
         n, m = q.shape[-2], k.shape[-2]
         batch = broadcast_shapes(q.shape[:-2], k.shape[:-2])
         adjoint = self.products(q, k, segments=segments)[1]
@@ -228,32 +234,32 @@ class Mechanism(nn.Module, ABC):
             return by_blocks(rows, (*batch, n, m), layout, self.pattern, request, q.dtype, q.device)
 
     def materialise(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Tensor:
-        """A(q, k) in numbers, for measuring. Override where there is a faster way than `matrix`.
+        """Return A(q, k) as a dense tensor, for measuring. Override it if there is a faster way than `matrix`.
 
-        The operator calls it with inputs that it has checked, and without autocast.
+        The operator calls it with checked inputs and with autocast disabled.
         """
         return self.matrix(q, k, segments=segments)
 
     def float32_products(self, q: Tensor, k: Tensor, *, segments: Segments | None = None) -> Products:
-        """`products` of 16-bit q and k with float32 columns. Override where that needs no float32 copy of q and k."""
+        """`products` of 16-bit q and k with float32 columns. Override it to avoid the float32 copies of q and k."""
         return self.products(q.float(), k.float(), segments=segments)
 
     def float32_row_sums(self, q: Tensor, k: Tensor, request: Request, *, segments: Segments | None = None) -> RowSums:
-        """`row_sums` of 16-bit q and k in float32. Override where that needs no float32 copy of q and k."""
+        """`row_sums` of 16-bit q and k in float32. Override it to avoid the float32 copies of q and k."""
         return self.row_sums(q.float(), k.float(), request, segments=segments)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> str:
-        """Which backend a call would run on, and why not the others."""
+        """Return which backend this call would use, and why the others are not eligible."""
         return f"{type(self).__name__}: plain torch, no kernel to choose"
 
     @final
     def operator(
         self, q: Tensor, k: Tensor, *, segments: Segments | None = None, words: Tensor | None = None
     ) -> AttentionOperator:
-        """A(q, k) as a linear operator that is never materialised."""
+        """Return A(q, k) as a linear operator, without materialising it."""
         return AttentionOperator(self if words is None else _OnWords(self, words), q, k, segments)
 
-    def _apply(self, fn, recurse=True):  # what `to`, `cuda` and `double` go through
+    def _apply(self, fn, recurse=True):  # called by `to`, `cuda` and `double`
         forget_device(self)
         return super()._apply(fn, recurse)
 
@@ -262,11 +268,11 @@ class Mechanism(nn.Module, ABC):
 
 
 class _OnWords(Mechanism):
-    """A mechanism and the word ids of one batch, behind an operator: ids are no parameter and no buffer."""
+    """A mechanism with the word ids of one batch, for an operator. The ids are neither parameter nor buffer."""
 
     def __init__(self, mechanism: Mechanism, words: Tensor):
         check_takes_words(mechanism)
-        super().__init__(mechanism.pattern | Full())  # a row sees whole words, their later tokens too
+        super().__init__(mechanism.pattern | Full())  # a row sees whole words, including their later tokens
         self.mechanism = mechanism
         self.words = words
 
@@ -281,9 +287,10 @@ class _OnWords(Mechanism):
 
 
 class RecurrentMechanism(Mechanism):
-    """A mechanism that can also go token by token: three methods more, and `cost.state`.
+    """Base class of mechanisms that can also decode token by token.
 
-    A complete one, q·k without a softmax. Saved as a file it passes the whole contract::
+    A subclass also implements `init_state`, `step` and `prefill`, and its cost has a `state`. A complete example,
+    attention by q·k without a softmax; saved as a file, it passes all checks of the contract::
 
         from typing import NamedTuple
 
@@ -343,24 +350,33 @@ class RecurrentMechanism(Mechanism):
 
         print(check_mechanism(DotProduct))
 
-    check_inputs      first line of `forward` and `matrix`: refuses wrong shapes, dtypes, devices and segments in words,
-                      and more queries than keys where the pattern knows positions
-    check_token       first line of `step`: the same, and that q, k and v are one token of the widths d and e that the
-                      state was made for
-    segments.visible  the mask of the pattern under segments, (*batch, n, m): what `matrix` is written with
-    segments.resolve  ids and positions of queries and keys, also where `segments` is None; padding has a negative id
-    segments.in_last  which tokens a decoder goes on with: those of the last segment of each row. Padding and earlier
+    check_inputs      first line of `forward` and `matrix`: raises on wrong shapes, dtypes, devices and segments, and on
+                      more queries than keys if the pattern depends on positions
+    check_token       first line of `step`: the same checks; also checks that q, k and v are one token each, with the
+                      widths d and e of the state
+    segments.visible  mask of the pattern under segments, (*batch, n, m); `matrix` uses it
+    segments.resolve  ids and positions of queries and keys, also if `segments` is None; padding has a negative id
+    segments.in_last  mask of the tokens of the last segment of each row, which decoding continues. Padding and earlier
                       segments must not enter the state
-    per_segment       `forward` on each segment by itself: right for any mechanism, one call for each segment
+    per_segment       `forward` on each segment separately: correct for every mechanism, one call per segment
 
-    The state is a NamedTuple of tensors that `step` does not change; it returns a new one. It is one size up from its
-    inputs, at least float32, since every step rounds it. `cost.state` counts its floating-point numbers. What
-    depends on keys and values alone is kept once for all queries that share them: dims.kv_batch times, not dims.batch.
+    The state is a NamedTuple of tensors. `step` returns a new state and leaves the old one unchanged. The state has a
+    higher precision than 16-bit inputs, at least float32, because every step rounds it. `cost.state` counts its
+    floating-point numbers. Parts that depend on keys and values alone are stored once for all queries that share these
+    keys: dims.kv_batch times, not dims.batch.
+
+    >>> import torch, heedful as h
+    >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
+    >>> attend = h.Linear()
+    >>> out, state = attend.prefill(q[..., :99, :], k[..., :99, :], v[..., :99, :])
+    >>> last, state = attend.step(state, q[..., 99:, :], k[..., 99:, :], v[..., 99:, :])
+    >>> torch.allclose(last, attend(q, k, v)[..., 99:, :], atol=1e-5)
+    True
     """
 
     @abstractmethod
     def init_state(self, q: Tensor, k: Tensor, v: Tensor) -> State:
-        """The state before the first token; the tensors tell batch, widths, dtype and device, not values."""
+        """Return the state before the first token. It reads batch shape, widths, dtype and device of q, k, v only."""
 
     @abstractmethod
     def step(
@@ -370,18 +386,24 @@ class RecurrentMechanism(Mechanism):
         k: Float[Tensor, "*#b 1 d"],
         v: Float[Tensor, "*#b 1 e"],
     ) -> tuple[Float[Tensor, "*b 1 e"], State]:
-        """One token more: its output, equal to the last row of `forward` on all tokens so far, and the new state."""
+        """Process one token: return its output and the new state.
+
+        The output equals the last row of `forward` on all tokens so far.
+        """
 
     @abstractmethod
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Segments | None = None) -> tuple[Tensor, State]:
-        """`forward`, and the state after it. Under `segments`, steps go on with the last segment of each row."""
+        """Return the output of `forward` and the state after it.
+
+        With `segments`, later steps continue the last segment of each row.
+        """
 
 
 def group_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views for grouped-query attention: q (B, H, n, d) and k, v (B, groups, m, ·) with the groups apart.
+    """Return views for grouped-query attention: q (B, H, n, d) and k, v (B, groups, m, ·), with an axis of groups.
 
-    Query head h belongs to group h // (H / groups). The result has one more batch axis; `out.flatten(-4, -3)`
-    joins the heads again.
+    Query head h belongs to group h // (H / groups). The result has one more batch axis; `out.flatten(-4, -3)` merges
+    the two head axes again.
 
     >>> import torch
     >>> q, kv = torch.randn(2, 8, 10, 4), torch.randn(2, 2, 10, 4)

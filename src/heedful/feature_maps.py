@@ -1,8 +1,8 @@
 """Feature maps of linear attention: weights are φ(q)·φ(k).
 
-A map gives `query(x)`, `key(x)` and `dim(d)`. A `LogFeatureMap` gives the logarithms of positive features instead, so
-that a mechanism can stabilise them without looking ahead. Maps that depend on positions take them as a second argument;
-the others ignore it.
+A map implements `query(x)`, `key(x)` and `dim(d)`. A `LogFeatureMap` returns the logarithms of positive features, so
+that a causal mechanism can rescale them without reading later tokens. Maps that depend on positions take them as a
+second argument; the others ignore it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from heedful.shapes import Float, Int, Tensor
 
 
 class FeatureMap(nn.Module, ABC):
-    """φ for queries and for keys, (*b, n, d) → (*b, n, dim(d))."""
+    """Base class of feature maps φ for queries and keys, (*b, n, d) → (*b, n, dim(d)).
+
+    >>> import torch, heedful as h
+    >>> class Square(h.FeatureMap):
+    ...     def query(self, x, positions=None):
+    ...         return x**2
+    >>> q, k, v = torch.randn(3, 4, 100, 16).unbind()
+    >>> h.Linear(Square(), h.Causal())(q, k, v).shape
+    torch.Size([4, 100, 16])
+    """
 
     kernel_name: str | None = None
-    """What fused kernels call this map, where they compute it themselves."""
+    """Name of the map in the fused kernels, if they compute it; else None."""
     heads: int | None = None
-    """How many heads have a map of their own, heads being the last batch axis; None or 1: one map for all."""
+    """Number of heads, the last batch axis, if each has a separate map; None or 1: all heads share one map."""
 
     @abstractmethod
     def query(
@@ -33,7 +42,7 @@ class FeatureMap(nn.Module, ABC):
         """Features of queries."""
 
     def key(self, x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*s n"] | None = None) -> Float[Tensor, "*c n r"]:
-        """Features of keys; those of queries unless a map says otherwise."""
+        """Features of keys; by default the same map as for queries."""
         return self.query(x, positions)
 
     def dim(self, d: int) -> int:
@@ -41,17 +50,17 @@ class FeatureMap(nn.Module, ABC):
         return d
 
     def flops(self, d: int) -> int:
-        """Matrix products that the features of one token take, in flops."""
+        """Flops of the matrix products that compute the features of one token."""
         return 0
 
 
 class LinearLogs(NamedTuple):
-    """Logarithms that are linear in a token, up to a number a token:
+    """Log-features that are linear in a token, up to one scalar per token:
 
-        log φ(q) = q Wq + c + (a number),   log φ(k) = k Wk + c − curvature ‖k‖²/2 − ‖key_axes k‖²/2
+        log φ(q) = q Wq + c + (scalar),   log φ(k) = k Wk + c − curvature ‖k‖²/2 − ‖key_axes k‖²/2
 
-    with one Wq, Wk, c for each head or for all. A query's number leaves the normalised weights. Fused kernels make such
-    features themselves.
+    Wq, Wk and c exist once per head or once for all heads. The scalar of a query cancels in normalised weights. Fused
+    kernels compute such features themselves.
     """
 
     query_weight: Float[Tensor, "h d r"]
@@ -62,10 +71,19 @@ class LinearLogs(NamedTuple):
 
 
 class LogFeatureMap(FeatureMap):
-    """Positive features, given by their logarithms."""
+    """Base class of maps with positive features that are given by their logarithms.
+
+    >>> import torch, heedful as h
+    >>> class Double(h.LogFeatureMap):  # φ(x) = exp(2x)
+    ...     def log_query(self, x):
+    ...         return 2 * x
+    >>> q, k, v = torch.randn(3, 4, 100, 16).unbind()
+    >>> h.Linear(Double(), h.Causal())(q, k, v).shape
+    torch.Size([4, 100, 16])
+    """
 
     def linear_logs(self) -> LinearLogs | None:
-        """How the logarithms depend on a token where they are linear in it, else None."""
+        """Return the coefficients if the logarithms are linear in a token, else None."""
         return None
 
     @abstractmethod
@@ -84,7 +102,11 @@ class LogFeatureMap(FeatureMap):
 
 
 class Identity(FeatureMap):
-    """φ(x) = x: weights are q·k, signed."""
+    """φ(x) = x: weights are q·k, which may be negative.
+
+    >>> Identity().query(torch.tensor([[0.5, -1.0]]))
+    tensor([[ 0.5000, -1.0000]])
+    """
 
     kernel_name = "identity"
 
@@ -93,16 +115,24 @@ class Identity(FeatureMap):
 
 
 class Elu1(FeatureMap):
-    """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, arXiv:2006.16236)."""
+    """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, arXiv:2006.16236).
+
+    >>> Elu1().query(torch.tensor([[0.5, -1.0]]))
+    tensor([[1.5000, 0.3679]])
+    """
 
     kernel_name = "elu1"
 
     def query(self, x, positions=None):
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 would round e^x away beside 1
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 would lose e^x to rounding
 
 
 class Relu(FeatureMap):
-    """φ(x) = max(x, 0). Its kernel is Σ_l max(q_l, 0) max(k_l, 0), not max(q·k, 0), which has no feature map."""
+    """φ(x) = max(x, 0). Its kernel is Σ_l max(q_l, 0) max(k_l, 0), not max(q·k, 0), which has no feature map.
+
+    >>> Relu().query(torch.tensor([[0.5, -1.0]]))
+    tensor([[0.5000, 0.0000]])
+    """
 
     kernel_name = "relu"
 
@@ -111,23 +141,31 @@ class Relu(FeatureMap):
 
 
 class Exp(LogFeatureMap):
-    """φ(x) = exp(x), entry by entry. Its kernel is Σ_l exp(q_l + k_l), not exp(q·k)."""
+    """φ(x) = exp(x), elementwise. Its kernel is Σ_l exp(q_l + k_l), not exp(q·k).
+
+    >>> Exp().query(torch.tensor([[0.5, -1.0]]))
+    tensor([[1.6487, 0.3679]])
+    """
 
     def log_query(self, x):
         return x
 
 
 class Cos(FeatureMap):
-    """φ(x) = cos(x), entry by entry: signed, so that a normaliser may vanish."""
+    """φ(x) = cos(x), elementwise. Features may be negative, so the normaliser of a row may vanish.
+
+    >>> Cos().query(torch.tensor([[0.5, -1.0]]))
+    tensor([[0.8776, 0.5403]])
+    """
 
     def query(self, x, positions=None):
         return x.cos()
 
 
 class TurnedFeatureMap(FeatureMap):
-    """[φ(x) cos a, φ(x) sin a], with an angle a of the position: weights are φ(q)·φ(k) cos(a_i − a_j).
+    """[φ(x) cos a, φ(x) sin a] with an angle a per position: weights are φ(q)·φ(k) cos(a_i − a_j).
 
-    `still` is φ. Kernels that know it make such features themselves, from the angles.
+    `still` is φ. Kernels that implement this φ compute the features themselves, from the angles.
     """
 
     still: FeatureMap
@@ -137,7 +175,7 @@ class TurnedFeatureMap(FeatureMap):
         """The angle of each position, in float64."""
 
     def line(self, first: int, stop: int, device: torch.device) -> Float[Tensor, "1 n"]:
-        """The angles of the positions from `first` to before `stop`."""
+        """The angles of the positions `first` to `stop` − 1."""
         return self.angles(torch.arange(first, stop, device=device)[None])
 
     def query(self, x, positions=None):
@@ -152,8 +190,13 @@ class TurnedFeatureMap(FeatureMap):
 class CosFormer(TurnedFeatureMap):
     """relu(q)·relu(k) cos(π (i − j) / 2M) (Qin et al. 2022, arXiv:2202.08791).
 
-    M is fixed and at least the length, so that outputs do not depend on padding: cos(a − b) = cos a cos b + sin a sin b
-    splits the factor into features of each position.
+    cos(a − b) = cos a cos b + sin a sin b splits the factor into features of each position.
+
+    length   M, an upper bound on the sequence length. It is fixed, so that outputs do not depend on padding
+
+    >>> phi = CosFormer(length=16)
+    >>> phi.query(torch.tensor([[0.5, -1.0]]), positions=torch.tensor([4]))
+    tensor([[0.4619, 0.0000, 0.1913, 0.0000]])
     """
 
     still = Relu()
@@ -171,7 +214,7 @@ class CosFormer(TurnedFeatureMap):
 
     def line(self, first, stop, device):
         self._check(stop - 1)
-        # kernels keep what they make of one tensor of angles; one made inside a graph holds nothing yet
+        # kernels cache results by their tensor of angles; one created while a graph is captured holds no numbers yet
         fresh = device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
         return (_line.__wrapped__ if fresh else _line)(self.length, first, stop, device)
 
@@ -185,13 +228,17 @@ class CosFormer(TurnedFeatureMap):
 
 @lru_cache(maxsize=32)
 def _line(length: int, first: int, stop: int, device: torch.device) -> Float[Tensor, "1 n"]:
-    """cosFormer's angles of consecutive positions."""
+    """Return cosFormer's angles of the positions `first` to `stop` − 1."""
     with torch.inference_mode(False):
         return torch.arange(first, stop, dtype=torch.float64, device=device)[None] * (pi / 2 / length)
 
 
 class Polynomial(FeatureMap):
-    """Σ_{p ≤ degree} (scale · q·k)^p / p!, the start of the series of exp: tensor powers weighted by 1/√p!."""
+    """Weights Σ_{p ≤ degree} (scale · q·k)^p / p!, a truncated series of exp; features are tensor powers times 1/√p!.
+
+    >>> Polynomial(degree=2).dim(16)  # 1 + 16 + 16²
+    273
+    """
 
     def __init__(self, degree: int = 2, scale: float | None = None):
         super().__init__()
@@ -214,9 +261,12 @@ class Polynomial(FeatureMap):
 
 
 class Taylor(FeatureMap):
-    """1 + s + s²/2 with s = scale · q·k, always positive; each product x_a x_b is kept once.
+    """Weights 1 + s + s²/2 with s = scale · q·k, always positive (Arora et al. 2024, arXiv:2402.18668).
 
-    Arora et al. 2024, arXiv:2402.18668.
+    Each product x_a x_b = x_b x_a is one feature, so the map has fewer features than `Polynomial(2)`.
+
+    >>> Taylor().dim(16)  # 1 + 16 + 16 · 17 / 2
+    153
     """
 
     def __init__(self, scale: float | None = None):
@@ -237,7 +287,11 @@ class Taylor(FeatureMap):
 class Hedgehog(LogFeatureMap):
     """φ(x) = [softmax(W x), softmax(−W x)], W learned, one for each head (Zhang et al. 2024, arXiv:2402.04347).
 
-    The paper's [exp(W x + b), exp(−W x − b)], each half divided by its sum, and without b. W starts as the identity.
+    This is the paper's [exp(W x + b), exp(−W x − b)] with each half divided by its sum, and without b. W starts as the
+    identity.
+
+    >>> Hedgehog(d=2).query(torch.tensor([[0.5, -1.0]])).detach()
+    tensor([[0.8176, 0.1824, 0.1824, 0.8176]])
     """
 
     def __init__(self, d: int, heads: int = 1):
@@ -249,7 +303,7 @@ class Hedgehog(LogFeatureMap):
         self.weight = nn.Parameter(torch.eye(d).repeat(heads, 1, 1))
 
     def log_query(self, x):
-        weight = self.weight if len(self.weight) > 1 else self.weight[0]  # shared: x needs no axis of heads
+        weight = self.weight if len(self.weight) > 1 else self.weight[0]  # shared by all heads: x may have no head axis
         y = x @ weight.to(x.dtype).mT
         return torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], -1)
 

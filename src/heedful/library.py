@@ -1,6 +1,6 @@
-"""Every name that `import heedful as h` offers. The package imports this file when the first is asked for.
+"""The public names of `import heedful as h`. The package imports this file on the first access to one of them.
 
-A name that was renamed works for one release more, with a warning: it stands in `RENAMED`.
+`RENAMED` lists names that were renamed. Each works for one more release, with a warning.
 """
 
 from heedful import nn, segments, testing, theory
@@ -166,4 +166,4 @@ __all__ = [
 ]
 
 RENAMED = {"identity": "no_activation"}
-"""Old names and what they are called now; `heedful.__getattr__` warns."""
+"""Old name → new name; `heedful.__getattr__` warns when an old name is used."""

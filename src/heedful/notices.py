@@ -1,9 +1,10 @@
-"""What a reader of a scan has to know before its numbers, as sentences from the manifest, in English and Chinese.
+"""Warnings about a scan, written as sentences from its manifest, in English and Chinese.
 
-weights         how they were loaded: "prefix"; "named", "read_as"; "random", "left_out": {"count": …, "names": […]}
-texts           "unknown": the share of a text's tokens that the tokenizer does not know
-not_captured    modules that attend out of sight, behind everything that is measured
-draws           the model draws random numbers, such as the patches that it leaves out
+weights         how the weights were loaded: "prefix"; "named", "read_as"; "random", "left_out": {"count": …, "names":
+                […]}
+texts           "unknown": the share of tokens in a text that the tokenizer does not know
+not_captured    modules whose attention could not be captured; they run after all measured modules
+draws           the model draws random numbers, for example to drop patches
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 WARN_UNKNOWN, REFUSE_UNKNOWN = 0.05, 0.5
-"""Shares of unknown tokens in a text from which on a scan says so, and is refused."""
+"""Smallest shares of unknown tokens in a text at which a scan warns, and at which it is refused."""
 
 VERDICT_TOKENS = 32
-"""Tokens from which on a head is called positional, sink, low rank or content: docs/scan.md has the figures."""
+"""Smallest number of tokens for a verdict on a head (positional, sink, low rank, content); see docs/scan.md."""
 
 _ENGLISH = {
     "few": "No verdict on heads: {length} tokens are too few, expected {least} or more.",
@@ -48,7 +49,7 @@ _SENTENCES = {"en": _ENGLISH, "zh": _CHINESE}
 
 
 def notices(manifest: Mapping[str, Any], language: str = "en") -> list[str]:
-    """The sentences that hold for a scan, most serious first; none for most scans.
+    """Return the warnings that apply to a scan, most serious first; empty for most scans.
 
     >>> notices({"weights": {"prefix": "module."}})
     ["The prefix 'module.' was removed from the names of stored weights."]
@@ -59,7 +60,7 @@ def notices(manifest: Mapping[str, Any], language: str = "en") -> list[str]:
 
 
 def too_few(length: int, language: str = "en") -> str:
-    """Why heads have no kind at this length; "" where they have one.
+    """Return why heads get no verdict at this length, or "" if the text is long enough.
 
     >>> too_few(5), too_few(512)
     ('No verdict on heads: 5 tokens are too few, expected 32 or more.', '')
@@ -82,7 +83,7 @@ def _weights(facts: Mapping[str, Any], say: Mapping[str, str]) -> list[str]:
 
 
 def _texts(texts: list[Mapping[str, Any]], say: Mapping[str, str]) -> list[str]:
-    """The text with the largest share of unknown tokens stands for all."""
+    """One warning, about the text with the largest share of unknown tokens."""
     worst = max(texts, key=lambda text: text.get("unknown") or 0, default=None)
     if worst is None or (worst.get("unknown") or 0) < WARN_UNKNOWN:
         return []

@@ -30,7 +30,7 @@ ROWS_FROM_MATRIX = 1 << 24  # entries up to which the row sums of a combination 
 
 
 class Products(NamedTuple):
-    """Products with A and Aᵀ for one q and k. What can be computed once for all of them is computed once.
+    """Products with A and Aᵀ for one q and k. They share intermediate results that do not depend on x and y.
 
     apply     x ↦ A x
     adjoint   y ↦ Aᵀ y
@@ -45,7 +45,7 @@ class Products(NamedTuple):
 class Term(NamedTuple):
     """One attention matrix of an operator: coefficient · A(q, k).
 
-    products     with A(q, k) and its transpose, in float32 where `raised`
+    products     products with A(q, k) and its transpose, in float32 if `raised`
     transposed   True if the term is A(q, k)ᵀ
     summed       number of last batch axes that the term sums over
     raised       True if q and k have 16 bits and the term computes in float32
@@ -63,7 +63,7 @@ class Term(NamedTuple):
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Batch axes of q and k, those that are summed over too."""
+        """Batch axes of q and k, including the axes that the term sums over."""
         return tuple(broadcast_shapes(self.q.shape[:-2], self.k.shape[:-2]))
 
     @property
@@ -101,7 +101,7 @@ class Term(NamedTuple):
         return self._reduced(out)
 
     def matrix(self, of: Callable[..., Tensor]) -> Float[Tensor, "*b n m"]:
-        """The matrix by one of the mechanism's two ways, without the coefficient."""
+        """The matrix, without the coefficient. `of` is the mechanism's method `matrix` or `materialise`."""
         q, k = (self.q.float(), self.k.float()) if self.raised else (self.q, self.k)
         dense = self._reduced(of(q, k, segments=self.segments))
         return dense.mT if self.transposed else dense
@@ -112,7 +112,7 @@ class Term(NamedTuple):
         return of(self.q, self.k, request, segments=self.segments)
 
     def norm(self) -> Float[Tensor, "*b"]:
-        """|c| ‖A(q, k)‖_F in float64; where the term sums over heads, the sum of their norms."""
+        """|c| ‖A(q, k)‖_F in float64; if the term sums over heads, the sum of their norms."""
         norms = self.row_sums(Request()).square.double().sum(-1).sqrt()
         return abs(self.coefficient) * (norms.sum(tuple(range(-self.summed, 0))) if self.summed else norms)
 
@@ -165,7 +165,7 @@ class AttentionOperator:
     """
 
     terms: tuple[Term, ...]
-    """The attention matrices whose sum this is; one unless operators were added."""
+    """The attention matrices that the operator sums; a single one unless operators were added."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class AttentionOperator:
 
     @property
     def is_one_segment(self) -> bool:
-        """True if it was made without segments: all queries see the same tokens before them."""
+        """True if the operator was created without segments: each row of the batch is one sequence."""
         return self.terms[0].is_one_segment
 
     @cached_property
@@ -203,7 +203,7 @@ class AttentionOperator:
 
     @property
     def pattern(self) -> Pattern:
-        """What a query may see: what the pattern of any term shows. The rows of a transpose may see everything."""
+        """The pattern of the visible keys: the union of the terms' patterns. Transposed terms count as `Full`."""
         patterns: list[Pattern] = []
         for term in self.terms:
             shown = Full() if term.transposed else term.mechanism.pattern
@@ -217,12 +217,12 @@ class AttentionOperator:
 
     @property
     def may_cancel(self) -> bool:
-        """True if it is a sum, of terms or of heads, whose entries may be much smaller than those of its parts."""
+        """True if it is a sum of terms or heads: its entries may be much smaller than those of the summands."""
         return len(self.terms) > 1 or self.terms[0].summed > 0
 
     @property
     def entries(self) -> int:
-        """Numbers that `materialise` writes for its largest term."""
+        """Number of entries that `materialise` writes for the largest term."""
         return max(prod(term.batch) for term in self.terms) * self.shape[-2] * self.shape[-1]
 
     def __matmul__(self, x: Float[Tensor, "*#b m c"] | Float[Tensor, " m"]) -> Tensor:
@@ -259,7 +259,7 @@ class AttentionOperator:
         return self._of((*self.terms, *other.terms))
 
     def __radd__(self, other: int) -> AttentionOperator:
-        """0 + A, from which Python's `sum` starts."""
+        """Return 0 + A, the first step of Python's `sum`."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __sub__(self, other: AttentionOperator) -> AttentionOperator:
@@ -298,7 +298,7 @@ class AttentionOperator:
         return (self.mT @ unit).mT
 
     def row_sums(self, request: Request) -> RowSums:
-        """Sums over every row, in blocks of rows: what `heedful.row_statistics` is made of."""
+        """Return sums over every row, computed in blocks of rows. `heedful.row_statistics` uses them."""
         if len(self.terms) == 1 and self.terms[0].is_plain:
             return self.terms[0].row_sums(request)
         op = self.float()
@@ -314,12 +314,12 @@ class AttentionOperator:
         return self._combined(term.matrix(term.mechanism.matrix) for term in self.terms)
 
     def materialise(self) -> Float[Tensor, "*b n m"]:
-        """The matrix itself, by the fastest way that the mechanism knows; equal to `to_dense` but for rounding."""
+        """The matrix itself, by the mechanism's fastest method; equal to `to_dense` up to rounding."""
         with torch.autocast(self.device.type, enabled=False):
             return self._combined(term.matrix(term.mechanism.materialise) for term in self.terms)
 
     def magnitude(self) -> Float[Tensor, "*b"]:
-        """Σ_t |c_t| ‖A_t‖_F in float64: at least ‖A‖_F, and what the rounding errors of A are proportional to."""
+        """Σ_t |c_t| ‖A_t‖_F in float64: an upper bound of ‖A‖_F. Rounding errors of A are proportional to it."""
         return torch.stack([term.norm() for term in self.float().terms]).sum(0)
 
     def form(self) -> Float[Tensor, "*b n m"]:
@@ -328,7 +328,7 @@ class AttentionOperator:
         return self.materialise()
 
     def float(self) -> AttentionOperator:
-        """The same map in float32 where q and k have 16 bits, as if they were raised; itself where they have more."""
+        """Return the same map computed in float32 if q and k have 16 bits; otherwise the operator itself."""
         return self if self.dtype.itemsize >= 4 else self._of(term.float() for term in self.terms)
 
     def _combined(self, parts: Iterable[Tensor]) -> Tensor:

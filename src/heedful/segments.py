@@ -1,12 +1,11 @@
 """Padding and packing in one integer tensor.
 
-`segments` has shape (*batch, n), broadcast against the batch. A token attends only inside its own segment, a
-negative id is padding, and positions count from the segment's start, whatever lies between its tokens. So a
-padded or packed batch gives, row for row, what the separate sequences give.
+`segments` has shape (*batch, n) and broadcasts against the batch. A token attends only inside its segment. A negative
+id marks padding. Positions count the tokens of a segment from its start; tokens of other segments in between do not
+count. So a padded or packed batch gives, row for row, the outputs of the separate sequences.
 
-With fewer queries than keys the ids are those of the keys, and the queries are the last of them. Where
-queries and keys are different sequences (cross-attention) `segments` is a pair: ids of the queries, ids of
-the keys.
+If there are fewer queries than keys, the ids are those of the keys, and the queries are the last tokens. If queries and
+keys are different sequences (cross-attention), `segments` is a pair: ids of the queries, ids of the keys.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def positions(ids: Int[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
 
 
 def in_last(ids: Int[Tensor, "*b n"]) -> Bool[Tensor, "*b n"]:
-    """Which tokens belong to the last segment of their row: the one that a decoder goes on with.
+    """Return a mask of the tokens in the last segment of each row, the segment that decoding continues.
 
     >>> in_last(torch.tensor([0, 0, 1, 1, -1]))
     tensor([False, False,  True,  True, False])
@@ -112,13 +111,13 @@ def in_last(ids: Int[Tensor, "*b n"]) -> Bool[Tensor, "*b n"]:
 
 
 def take_tokens(x: Float[Tensor, "*#b n w"], order: Int[Tensor, "*#b l"]) -> Float[Tensor, "*b l w"]:
-    """The tokens of x in an order that each row of the batch has for itself."""
+    """Return the tokens of x in the given order, which may differ between rows of the batch."""
     batch = broadcast_shapes(x.shape[:-2], order.shape[:-1])
     return x.expand(*batch, *x.shape[-2:]).gather(-2, order[..., None].expand(*batch, -1, x.shape[-1]))
 
 
 def resolve(segments: Segments | None, n: int, m: int, device: torch.device | None = None) -> Layout:
-    """Ids and positions of n queries and m keys; queries that share a segment with keys are its last tokens."""
+    """Return ids and positions of n queries and m keys. The queries of a segment are its last tokens."""
     if segments is None:
         keys = torch.arange(m, device=device)
         queries = torch.arange(m - n, m, device=device)
@@ -140,12 +139,12 @@ def _count(ids: Tensor, among: Tensor) -> Tensor:
 
 
 def visible(pattern: Pattern, n: int, m: int, segments: Segments | None, device=None) -> Bool[Tensor, "*b n m"]:
-    """The dense mask of a pattern under segments: the definition that fast paths are checked against."""
+    """Return the dense mask of a pattern under segments. It is the definition; tests compare fast paths with it."""
     return allowed(pattern, resolve(segments, n, m, device))
 
 
 def allowed(pattern: Pattern, layout: Layout) -> Bool[Tensor, "*b n m"]:
-    """The same for the queries and keys of a layout, which may be some of all."""
+    """Return the dense mask for the queries and keys of a layout, which may be a subset of the tokens."""
     same = layout.query_ids[..., :, None] == layout.key_ids[..., None, :]
     real = layout.query_ids[..., :, None] >= 0
     return same & real & pattern.allows(layout.query_positions[..., :, None], layout.key_positions[..., None, :])
@@ -154,12 +153,14 @@ def allowed(pattern: Pattern, layout: Layout) -> Bool[Tensor, "*b n m"]:
 def nothing_seen(
     q: Float[Tensor, "*#b n d"], k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"], *learned: Tensor
 ) -> Float[Tensor, "*b n e"]:
-    """The output where no query sees any key: zeros, made of q, k, v and `learned` so that their gradients are zeros.
+    """Return the output if no query sees any key: zeros.
+
+    The zeros are computed from q, k, v and `learned`, so that these get zero gradients instead of None.
 
     >>> q, k, v = torch.randn(3, 2, 4, requires_grad=True).unbind()
     >>> nothing_seen(q, k, v).sum().backward()
     """
-    out = q[..., :0].sum(-1, keepdim=True) + v[..., :0, :].sum(-2, keepdim=True)  # a sum over nothing is 0, never NaN
+    out = q[..., :0].sum(-1, keepdim=True) + v[..., :0, :].sum(-2, keepdim=True)  # an empty sum is 0, never NaN
     for empty in (k[..., :0, :0].sum((-2, -1), keepdim=True), *(x.flatten()[:0].sum() for x in learned)):
         out = out + empty
     return out.to(v.dtype)  # autocast adds in float32
@@ -175,11 +176,11 @@ def per_segment(
     *,
     together: bool = False,
 ) -> Float[Tensor, "*b n e"]:
-    """Run `attend(q, k, v)` on each segment by itself: right for any mechanism, one call for each segment.
+    """Run `attend(q, k, v)` on each segment separately: correct for every mechanism, one call per segment.
 
-    learned    parameters that `attend` reads: where no query sees a key, their gradients are zeros
-    together   each call gets all heads, since `attend` has something for each. Where heads have segments of their own,
-               it runs under those of one head after the other, and only the rows of that head are used
+    learned    parameters that `attend` reads; they get zero gradients if no query sees a key
+    together   True if `attend` has parameters per head, so that each call needs all heads. If the heads have different
+               segments, `attend` runs once with the segments of each head, and only the rows of that head are used
     """
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if together and differ_by_head(segments):
@@ -203,7 +204,7 @@ def per_segment(
 
 
 def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ...], Tensor, Tensor]]:
-    """Every distinct row of ids, with the index of the batch entries that share it."""
+    """Yield every row of ids, with the index of the batch entries that share it."""
     lead = broadcast_shapes(layout.query_ids.shape[:-1], layout.key_ids.shape[:-1])
     query_ids = layout.query_ids.expand(*lead, -1)
     key_ids = layout.key_ids.expand(*lead, -1)
@@ -214,7 +215,7 @@ def _each_row(layout: Layout, axes: int) -> Iterable[tuple[tuple[int | slice, ..
 
 
 def differ_by_head(segments: Segments) -> bool:
-    """Whether heads, the last batch axis, have segments of their own."""
+    """True if the segments may differ between heads, the last batch axis."""
     parts = segments if isinstance(segments, tuple) else (segments,)
     return any(ids.ndim > 1 and ids.shape[-2] > 1 for ids in parts)
 

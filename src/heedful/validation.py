@@ -1,4 +1,4 @@
-"""What every mechanism asks of q, k, v and segments, and what it says where they are wrong."""
+"""Checks of q, k, v and segments that all mechanisms share, with their error messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Tensor, broadcast_shapes
 
-_finite_required = False  # a global, which torch.compile can follow
+_finite_required = False  # a global: torch.compile can trace it
 
 
 @contextmanager
 def check_finite(enabled: bool = True) -> Iterator[None]:
-    """Inside this block, NaN or infinity in q, k or v is an error instead of a silent flood.
+    """Raise an error if q, k or v contains NaN or infinity in a call inside this block.
 
     >>> import torch, heedful
     >>> q, k, v = torch.randn(3, 10, 4).unbind()
@@ -34,7 +34,7 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
 
 
 def finite_is_required() -> bool:
-    """Whether a `check_finite` block is open."""
+    """True inside a `check_finite` block."""
     return _finite_required
 
 
@@ -47,16 +47,16 @@ def check_inputs(
     pattern: Pattern | None = None,
     mechanism: nn.Module | None = None,
 ) -> None:
-    """Raise an error that names the argument, what was given, what was expected, and the likely cause.
+    """Raise if q, k, v or segments are invalid. The error names the argument, its value, what was expected and why.
 
-    mechanism   the one that is called: its parameters and buffers must be where q is
+    mechanism   the called mechanism; its parameters and buffers must be on the device of q
     """
     if mechanism is not None and isinstance(q, Tensor) and not torch.compiler.is_compiling():
         known = _devices.get(mechanism)
         if known != q.device:
             _check_device(mechanism, q)
     if segments is None and not _finite_required and _are_alike(q, k, v):
-        return  # the usual case, on the way to a kernel that takes less time than these checks
+        return  # the usual case returns early: the remaining checks would take longer than a kernel
     named = {"q": q, "k": k} | ({} if v is None else {"v": v})
     for name, x in named.items():
         _check_tensor(name, x, q)
@@ -88,7 +88,7 @@ def check_inputs(
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor | None) -> bool:
-    """Tensors of floating point, all of one shape, type and place: nothing is left to object to."""
+    """True if all are floating-point tensors with the same shape, dtype and device: all checks would pass."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return False
     shape, dtype, device = q.shape, q.dtype, q.device
@@ -103,7 +103,7 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor | None) -> bool:
 
 
 def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int, mechanism: nn.Module | None = None) -> None:
-    """What `step` takes: `check_inputs`, one token in each, and the widths d and e that the state was made for."""
+    """Raise if the inputs of `step` are invalid: `check_inputs`, one token each, and the state's widths d and e."""
     check_inputs(q, k, v, mechanism=mechanism)
     for name, x, width in (("q", q, d), ("k", k, d), ("v", v, e)):
         if x.shape[-2] != 1:
@@ -119,11 +119,11 @@ def check_token(q: Tensor, k: Tensor, v: Tensor, *, d: int, e: int, mechanism: n
 
 
 _devices: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
-"""Where each mechanism was found to be, so that a call asks once: going through its tensors takes microseconds."""
+"""Cached device of each mechanism. Iterating over the parameters and buffers would cost microseconds in each call."""
 
 
 def forget_device(mechanism: nn.Module) -> None:
-    """Look again where the tensors of a mechanism are: they were moved."""
+    """Drop the cached device of a mechanism whose tensors were moved."""
     _devices.pop(mechanism, None)
 
 

@@ -1,4 +1,4 @@
-"""Word ids: which word each token belongs to. Like segments, they belong to one batch and travel with the call."""
+"""Word ids: the word that each token belongs to. Like segments, they describe one batch and are passed to each call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from heedful.shapes import Tensor, broadcast_shapes
 
 
 class TakesWords(Protocol):
-    """What this module asks of a mechanism."""
+    """The method of a mechanism that this module calls."""
 
     def takes_words(self) -> bool: ...
 
 
 def words_for(part: TakesWords, words: Any) -> dict[str, Any]:
-    """Word ids as an argument, for a part of a mechanism that takes them."""
+    """Return {"words": words} if `part` takes word ids, else {}."""
     return {"words": words} if words is not None and part.takes_words() else {}
 
 
@@ -53,9 +53,9 @@ def check_words(words: Tensor | None, q: Tensor, k: Tensor) -> None:
 
 
 def count_words(words: Tensor, ids: Tensor, where: Tensor, own: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The word of each query and of each key, counted from its segment's start, and how many there are.
+    """Return the word index of each query and of each key, counted from the start of the segment, and the word counts.
 
-    From the definition: a word begins at a token whose neighbour before it, in its segment, has another id.
+    By the definition: a word begins at a token if the previous token of its segment has another id.
     """
     same = ids[..., :, None] == ids[..., None, :]
     neighbour = same & (where[..., None, :] == where[..., :, None] - 1)

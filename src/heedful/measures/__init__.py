@@ -1,4 +1,4 @@
-"""Measures: plain functions of an `AttentionOperator`, each with what is certain about its answer."""
+"""Measures: functions of an `AttentionOperator`; their results include certified bounds where these exist."""
 
 from heedful.measures.concentration import Concentration, concentration
 from heedful.measures.heads import HeadMeasures, head_measures

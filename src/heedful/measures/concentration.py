@@ -1,13 +1,12 @@
-"""How sparsely a mechanism focuses.
+"""Concentration of attention weights.
 
-S(a) = E|a| / √E[a²] of a vector of c entries is ‖a‖₁ / (√c ‖a‖₂) (Su 2023, kexue.fm/archives/9889). It lies between
-1/√c (one entry) and 1 (all alike), takes signed and unnormalised weights, and does not change with their scale. The
-*participation* c·S² = (Σ|a|)² / Σa² is how many entries take part: 1 for a single one, c for all alike. S tends to 0
-for any window of fixed width as c grows; focus on few tokens is a participation that stays bounded.
+For a vector of c entries, S(a) = E|a| / √E[a²] = ‖a‖₁ / (√c ‖a‖₂) (Su 2023, kexue.fm/archives/9889). It lies between
+1/√c (one nonzero entry) and 1 (all equal), is defined for signed and unnormalised weights, and does not depend on their
+scale. The *participation* c·S² = (Σ|a|)² / Σa² is the effective number of entries: 1 for a single nonzero entry, c for
+equal entries. For a window of fixed width, S tends to 0 as c grows, but the participation stays bounded.
 
-What the mean is over decides what S says, so it has a name: `over="visible"`, the entries that pattern and segments let
-a query see, or `over="all"`, all n × m of the matrix. For an N × N matrix with rows of non-negative weights that sum to
-one, over all entries,
+The mean is over the entries that pattern and segments let a query see (`over="visible"`), or over all n × m entries of
+the matrix (`over="all"`). For an N × N matrix with non-negative rows that sum to one, over all entries,
 
     S = (N / N²) / √(‖A‖²_F / N²) = 1 / ‖A‖_F
 """
@@ -30,7 +29,7 @@ Over = Literal["visible", "all"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Concentration(Measurement):
-    """Of each row and of the whole matrix; see `concentration`. A row that is zero has S = NaN and participation 0."""
+    """S of each row and of the whole matrix; see `concentration`. A zero row has S = NaN and participation 0."""
 
     over: Over
     rows: Float[Tensor, "*b n"]
@@ -40,7 +39,7 @@ class Concentration(Measurement):
 
     @property
     def perplexity(self) -> Float[Tensor, "*b n"]:
-        """e^entropy: over how many keys a row spreads, 0 where it sees none."""
+        """e^entropy: the effective number of keys of a row, 0 if it sees none."""
         return torch.where(self.participation > 0, self.entropy.exp(), 0)
 
     def columns(self) -> dict[str, Tensor]:
@@ -54,7 +53,7 @@ class Concentration(Measurement):
         return f"concentration over {where}; rows by their means"
 
     def plot(self):
-        """S of the matrix, a bar a head (needs altair)."""
+        """Plot S of the matrix, one bar per head (needs altair)."""
         alt = altair()
         heads, values = indices(self.matrix.shape), self.matrix.reshape(-1).cpu().tolist()
         rows = [{"head": head or "0", "S": value} for head, value in zip(heads, values, strict=True)]
@@ -66,7 +65,9 @@ class Concentration(Measurement):
 
 
 def concentration(op: AttentionOperator, over: Over = "visible") -> Concentration:
-    """S = E|a| / √E[a²], participation and entropy of the rows, and S of the matrix as a whole.
+    """Return S = E|a| / √E[a²], participation and entropy of each row, and S of the whole matrix.
+
+    over   "visible": S over the entries that a query may see; "all": over all entries of the matrix
 
     >>> import torch, heedful as h
     >>> x = torch.zeros(100, 8)
@@ -94,5 +95,5 @@ def concentration(op: AttentionOperator, over: Over = "visible") -> Concentratio
 
 
 def _ratio(mass: Tensor, square: Tensor) -> Tensor:
-    """mass / √square, NaN where both are 0."""
+    """Return mass / √square; NaN if both are 0."""
     return mass / square.sqrt()

@@ -1,8 +1,8 @@
-"""Everything that a scan wants to know of a head, in one go.
+"""All measures that a scan takes of a head, computed together.
 
-Row statistics and spectrum both need the weights. Where A is formed, which pays up to a few thousand tokens, one pass
-over its tiles gives the sums of the rows and leaves the matrix for the products; beyond, the same pass gives the
-energy, and A is never formed.
+Row statistics and spectrum both need the weights. Up to a few thousand tokens it is faster to materialise A: one pass
+over its tiles computes the row sums and writes the matrix for the products of the spectrum. For longer sequences the
+pass computes the row sums and the energy, and A is never materialised.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HeadMeasures(Measurement):
         return {"rows": self.rows.to_dict(), "spectrum": self.spectrum.to_dict()}
 
     def plot(self):
-        """The singular values above the rows (needs altair)."""
+        """Plot the singular values above the row statistics (needs altair)."""
         return self.spectrum.plot() & self.rows.plot()
 
 
@@ -60,7 +60,9 @@ def head_measures(
     tau: float | Sequence[float] = 0.9,
     search: SearchOptions = DEFAULT,
 ) -> HeadMeasures:
-    """Row statistics, the first k singular values, and effective ranks at tau, for less than one after the other.
+    """Return row statistics, the first k singular values, and effective ranks at tau.
+
+    This is faster than separate calls, because they share one pass over the weights.
 
     >>> import heedful as h
     >>> q, k = torch.randn(2, 3, 600, 16, generator=torch.Generator().manual_seed(0)).unbind()
@@ -74,34 +76,34 @@ def head_measures(
     op = op.float()
     dense = Room().of(op)
     rows, left = statistics_into(op, dense)
-    energy = rows.frobenius.square().cpu()  # asked for here, a GPU has it; later it would first finish the matrix
+    energy = rows.frobenius.square().cpu()  # read before the matrix is queued: a later read would wait for it
     matrix = matrix_of(op, dense if left else None)
     found = spectrum(matrix, k, tau=tau, energy=energy, search=search)
     return HeadMeasures(rows, found)
 
 
 class Room:
-    """Memory for the matrices of heads that are measured one after the other.
+    """Buffer that is reused for the matrices of heads that are measured one after the other.
 
-    The pass over the rows leaves the matrix there. Fresh pages would cost as much as the weights that are put on them.
+    The pass over the rows writes the matrix into it. Allocating new pages would cost as much as computing the weights.
     """
 
     def __init__(self) -> None:
         self._kept = torch.empty(0)
 
     def of(self, op: AttentionOperator) -> Float[Tensor, "*b n m"] | None:
-        """Room for the matrix of op, with whatever stood in it, where it pays to have it.
+        """Return an uninitialised buffer for the matrix of op, or None if materialising it does not pay.
 
-        None on a GPU, which has the rows in one launch, and A in a few others.
+        None on a GPU, where one launch computes the row sums and a few others compute A.
         """
         if op.device.type != "cpu" or not pays_to_form(op):
             return None
         return self._sized(prod(op.shape), op.dtype).view(op.shape)
 
     def slabs(self, op: AttentionOperator, pattern: Pattern) -> Trimmed | None:
-        """The same in the form in which it is multiplied, half of it where op is causal; None where it never is.
+        """Return a buffer in the layout for products, which stores half of a causal matrix; None if it does not apply.
 
-        pattern   of op, whose zeros it tells all of
+        pattern   pattern of op; every entry outside it is zero
         """
         n, m = op.shape[-2:]
         if op.device.type != "cpu" or not pays_to_form(op) or not EXACT < n <= m:
@@ -110,13 +112,13 @@ class Room:
 
     def _sized(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._kept.dtype != dtype or self._kept.numel() < size:
-            self._kept = torch.empty(0)  # what was kept goes before more is taken
+            self._kept = torch.empty(0)  # frees the old buffer before allocating a larger one
             self._kept = torch.empty(size, dtype=dtype)
         return self._kept[:size]
 
 
 def matrix_of(op: AttentionOperator, left: Matrices | None) -> AttentionOperator | Matrices:
-    """What to take the spectrum of: the matrix that a pass left, or A formed, or A itself."""
+    """Return the input of `spectrum`: the matrix that a pass wrote, A materialised if that pays, or the operator."""
     if left is not None:
         return left
     return op.materialise() if pays_to_form(op) else op

@@ -1,6 +1,6 @@
-"""Which key stands where: the places that a query may look at, as indices of keys.
+"""Indices of keys by position: the first and last keys of a query's segment, keys at given offsets.
 
-Positions count from a segment's start, so that under packing the first token is that of each query's own segment.
+Positions count from the start of a segment, so in a packed batch the first token is that of the query's segment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heedful.shapes import Int, Tensor, broadcast_shapes
 
 
 class Places:
-    """The keys of each query's segment in their order. −1 stands for none.
+    """Finds keys of each query's segment by position; −1 means that there is no such key.
 
     >>> from heedful.segments import resolve
     >>> Places(resolve(torch.tensor([0, 0, 1, 1, 1, -1]), 6, 6)).at_offset([-1]).flatten()
@@ -29,7 +29,7 @@ class Places:
         self._order, self._ids, self._begin = order, ids, begin
         self.real = query_ids >= 0
         self.length = (end - begin) * self.real
-        """How many keys each query's segment has, 0 for padding."""
+        """Number of keys in each query's segment, 0 for padding."""
         self.position = layout.query_positions.expand(*lead, -1)
 
     def at(self, position: Int[Tensor, "*s n t"]) -> Int[Tensor, "*s n t"]:
@@ -67,7 +67,7 @@ class Places:
         words, place = words.gather(-1, by_segment), by_word.gather(-1, by_segment)
         again = (words[..., 1:] == words[..., :-1]) & (ids[..., 1:] == ids[..., :-1])
         before = torch.nn.functional.pad(torch.where(again, place[..., :-1], -2), (1, 0), value=-2)
-        before = torch.empty_like(before).scatter_(-1, place, before)  # places are those of the keys in segment order
+        before = torch.empty_like(before).scatter_(-1, place, before)  # `place` indexes the keys in segment order
         own, begin = (x.expand(*lead, -1) for x in (self._begin + self.position, self._begin))
         inside = ((self.position >= 0) & (self.position < self.length)).expand(*lead, -1)
         if not before.shape[-1]:

@@ -1,7 +1,7 @@
-"""Which positional pattern a head follows, and how far.
+"""The positional pattern that a head follows, and how closely.
 
 Raganato et al. (2020, arXiv:2002.10260) found that most heads of a trained encoder learn simple positional patterns.
-Each pattern below is held against A by two shares, and its score is the smaller one:
+Each pattern below is compared with A by two shares, and its score is the smaller one:
 
     mass      the part of Σ|a| that lies on the pattern's support
     energy    the part of ‖A‖²_F that the nearest matrix of the pattern's kind explains
@@ -13,15 +13,15 @@ band                                             one number for each offset −w
 window, sink                                     A itself inside ±w, on the first tokens: Σ_inside a²
 stripes                                          one number for each of a few columns: Σ_j (Σ_i a_ij)² / N_j
 
-⟨A, P⟩ = Σ_i a_i·p_i needs no matrix: rows of the shifts are single weights, those of the contexts are
-Σ_{j ≤ i−2} a_ij (j+1)³ / Σ_{s<i} s³, and the sums Σ s³, Σ s⁶ have closed forms. All of it comes from one pass of row
-statistics; the columns' sums from one product Aᵀ1.
+⟨A, P⟩ = Σ_i a_i·p_i needs no matrix: for shifts, a_i·p_i is a single weight; for contexts, it is
+Σ_{j ≤ i−2} a_ij (j+1)³ / Σ_{s<i} s³, and the sums Σ s³, Σ s⁶ have closed forms. One pass of row statistics computes all
+of this, and one product Aᵀ1 the column sums.
 
-A support that holds a large part of what is visible explains much by chance. So the shares of the last four kinds are
-corrected, (x − c) / (1 − c), where c is what attention spread evenly over the visible keys would have there.
+A support that contains a large part of the visible keys explains much by chance. So the shares of the last four kinds
+are corrected, (x − c) / (1 − c), where c is the share of attention that is uniform over the visible keys.
 
-Of the kinds whose score reaches the threshold the one with the least freedom names the head: first a pattern with
-nothing to fit, or a sink; then a band; then a window; then stripes. If none does, the head follows its *content*.
+Among the kinds whose score reaches the threshold, the one with the least freedom names the head: first a pattern
+without fitted numbers, or a sink; then a band; then a window; then stripes. If none does, the head follows *content*.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from heedful.shapes import Bool, Float, Int, Tensor, broadcast_shapes
 
 FIXED = ("current", "previous", "next", "left", "right", "start", "end", "last", "uniform")
 LEVELS = ((*FIXED, "sink", "induction"), ("band",), ("window",), ("stripes",))
-"""Kinds by their freedom, the least first."""
+"""Kinds by their number of fitted parameters, fewest first."""
 CONTAINS = {
     "band": {"current", "previous", "next"},
     "window": {"current", "previous", "next", "band"},
     "stripes": {"sink", "last"},
 }
-"""A kind that contains another explains at least as much, and is no rival of it."""
+"""The kinds that each kind contains. It explains at least as much as these, so it does not compete with them."""
 CONTENT = "content"
-LEAST_COVERAGE = 0.1  # of the rows must have a target, or a pattern says nothing about the head
+LEAST_COVERAGE = 0.1  # smallest share of rows with a target for which a pattern is scored
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PositionalPattern(Measurement):
     """Shares and scores of every kind for every head; see `positional_pattern`.
 
-    `index` points into `names`; the last name is "content", whose score is what the best kind leaves unexplained.
+    `index` points into `names`. The last name is "content"; its score is 1 minus the score of the best kind.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class PositionalPattern(Measurement):
         return super().to_dict() | {"labels": self.labels}
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """As any measurement's, with the names of the pattern and of the runner-up among all kinds."""
+        """Return headings and rows as in other measurements, with the names of the pattern and of the runner-up."""
         head, rows = super().cells()
         at = 1 if self.index.ndim else 0
         own = [self.names[i] for i in self.index.reshape(-1).tolist()]
@@ -102,7 +102,7 @@ class PositionalPattern(Measurement):
         return f"positional patterns that explain {self.threshold:g} or more of a head"
 
     def plot(self):
-        """The scores, a row a head and a column a kind (needs altair)."""
+        """Plot the scores, one row per head and one column per kind (needs altair)."""
         alt = altair()
         kinds, flat = self.names[:-1], self.scores.reshape(-1, self.scores.shape[-1]).cpu().tolist()
         rows = [
@@ -121,13 +121,13 @@ class PositionalPattern(Measurement):
         )
 
     def _runner_up(self) -> Int[Tensor, "*b"]:
-        """The kind with the largest score but for the head's own."""
+        """The kind with the largest score, except the head's own kind."""
         kinds = torch.arange(self.scores.shape[-1], device=self.scores.device)
         return self.scores.masked_fill(kinds == self.index[..., None], -1).argmax(-1)
 
 
 class Shares(NamedTuple):
-    """What one kind explains of each head."""
+    """The shares of each head that one kind explains."""
 
     mass: Float[Tensor, "*b"]
     energy: Float[Tensor, "*b"]
@@ -143,7 +143,7 @@ def positional_pattern(
     stripes: int = 8,
     threshold: float = 0.5,
 ) -> PositionalPattern:
-    """Which positional pattern each head follows, with the scores of all of them.
+    """Return the positional pattern that each head follows, and the scores of all kinds.
 
     >>> import torch, heedful as h
     >>> q, k = torch.randn(2, 3, 100, 16).unbind()
@@ -151,12 +151,12 @@ def positional_pattern(
     >>> h.positional_pattern(heads.operator(q, k)).labels
     ['previous', 'left', 'content']
 
-    tokens      ids of the keys' tokens, which induction needs: mass on the token that followed the previous
-                occurrence of the current one (Olsson et al. 2022, arXiv:2209.11895)
-    width       of bands and windows: so many tokens before a query, and as many after it
-    sinks       how many of the first tokens are sinks
-    stripes     how many columns may stand out, in each segment
-    threshold   the score from which on a kind explains a head
+    tokens      token ids of the keys, needed for induction: mass on the token that followed the previous occurrence of
+                the current one (Olsson et al. 2022, arXiv:2209.11895)
+    width       width of bands and windows: this many tokens before a query, and as many after it
+    sinks       number of first tokens that are sinks
+    stripes     number of columns of the kind "stripes", per segment
+    threshold   smallest score at which a kind explains a head
     """
     check_operator(op)
     check_count("width", width, least=1)
@@ -175,7 +175,7 @@ def positional_pattern(
 def pattern_of(
     asked: Asked, sums: RowSums, columns: Float[Tensor, "*b m"], stripes: int = 8, threshold: float = 0.5
 ) -> PositionalPattern:
-    """The same from sums over the rows, which may have been taken with others, and the sums Aᵀ1 of the columns."""
+    """Return `positional_pattern` from row sums, which a shared pass may have computed, and the column sums Aᵀ1."""
     found = _Head(asked, sums, columns).shares(stripes)
     names = tuple(found)
     mass, energy, scores = (torch.stack(column, -1) for column in zip(*found.values(), strict=True))
@@ -183,15 +183,15 @@ def pattern_of(
 
 
 class Asked:
-    """What the kinds ask of the rows, and all that they know without the weights.
+    """The row sums that the kinds need, and everything that does not depend on the weights.
 
-    targets   keys by name: "offset" (−width … width), "first" (the sinks), "last", "induction" where there are tokens
+    targets   keys by name: "offset" (−width … width), "first" (the sinks), "last", and "induction" if there are tokens
     cubes     ((j + 1) / L)³ and ((L − j) / L)³ of every key, L the length of its segment
-    near      where the offsets −1, 0, 1 stand among all offsets
+    near      places of the offsets −1, 0, 1 among all offsets
     """
 
     bands: tuple[Band, ...] = ((None, -2), (2, None))
-    """With the offsets −1, 0, 1, which are targets, they are the whole row."""
+    """Offsets ≤ −2 and ≥ 2. Together with the offsets −1, 0, 1, which are targets, they cover the row."""
 
     def __init__(self, layout: Layout, tokens: Int[Tensor, "*#b m"] | None = None, width: int = 8, sinks: int = 4):
         self.layout, self.tokens, self.sinks = layout, tokens, sinks
@@ -218,24 +218,24 @@ class Asked:
         down: Float[Tensor, "*b m"] | None = None,
         scratch: dict[str, Any] | None = None,
     ) -> Request:
-        """One pass over the rows, which may multiply the bands by columns of others too, and leave the matrix."""
+        """Return the request of one pass over the rows; it may add columns of other measures and write the matrix."""
         wanted = self.cubes if columns is None else torch.cat([self.cubes, columns], -1)
         targets = torch.cat(list(self.targets.values()), -1)
         return Request(targets, self.bands, wanted, into, down, places=False, scratch=scratch)
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
-        """What a pass found at the targets, (*b, n, t), by their names."""
+        """Split the results at the targets, (*b, n, t), by name."""
         return dict(zip(self.targets, x.split([keys.shape[-1] for keys in self.targets.values()], -1), strict=True))
 
     @cached_property
     def near_cubes(self) -> Float[Tensor, "*s n 3 2"]:
-        """The cubes of the keys at −1, 0, 1 from each query."""
+        """The cubes of the keys at offsets −1, 0, 1 from each query."""
         keys = self.targets["offset"][..., self.near].clamp(min=0)
         return take_tokens(self.cubes, keys.flatten(-2)).unflatten(-2, keys.shape[-2:])
 
     @cached_property
     def contexts(self) -> dict[str, Context]:
-        """What the kinds whose weights are cubes have on which keys."""
+        """The contexts of the kinds whose weights are cubes, by kind."""
         i, length = self.places.position.double(), self.places.length.double()
         return {
             "left": _context(0, 0, i - 1, "first", length),
@@ -246,18 +246,18 @@ class Asked:
 
     @cached_property
     def viewers(self) -> tuple[Int[Tensor, "*s m"], Int[Tensor, "*s m"]]:
-        """How many queries there are in each key's segment, and how many of them at the key or after it."""
+        """Number of queries in each key's segment, and number of those at the key's position or after it."""
         ids, keys, i, j = self.layout
         length = Places(Layout(keys, ids, j, i)).length
         return length, torch.minimum(length, self._key_lengths - j)
 
 
 class Context(NamedTuple):
-    """Weights s³, s = 1, 2, …, on a part of a row; where that has no key, all of it on the token at the edge.
+    """Weights s³, s = 1, 2, …, on a part of a row; if this part has no key, all weight on the token at the edge.
 
-    part     two before the query and more, two after it and more, or all: 0, 1, 2
-    column   of the cubes
-    cubes    Σ s³, divided by L³ as the columns are
+    part     0: keys at least two before the query; 1: at least two after it; 2: all keys
+    column   column of the cubes
+    cubes    Σ s³, divided by L³ like the columns
     norm     Σ s⁶ / (Σ s³)²
     """
 
@@ -278,7 +278,7 @@ def _context(part: int, column: int, terms: Tensor, edge: str, length: Tensor) -
 
 
 class Fixed(NamedTuple):
-    """A matrix P, row by row: a_i·p_i, |p_i|², Σ|a_i| on the support of p_i, and where P is defined."""
+    """A matrix P, by rows: a_i·p_i, |p_i|², Σ|a_i| on the support of p_i, and a mask of the rows where P is defined."""
 
     dot: Float[Tensor, "*b n"]
     norm: Float[Tensor, "*b n"]
@@ -287,7 +287,7 @@ class Fixed(NamedTuple):
 
 
 class _Head:
-    """What the kinds read off one pass over the rows. All sums over rows are in float64."""
+    """Computes the shares of all kinds from one pass over the rows. All sums over rows are in float64."""
 
     def __init__(self, asked: Asked, sums: RowSums, columns: Tensor):
         self.asked, self.columns = asked, columns.double()
@@ -299,10 +299,10 @@ class _Head:
         self.mass, self.dot = self._parts()
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Σ|a| and Σ a X over the keys well before each query, well after it, and over all keys; X the cubes."""
+        """Σ|a| and Σ a X over the keys of each `Context.part`; X are the cubes."""
         weights, cubes = self.at["offset"][..., self.asked.near].double(), self.asked.near_cubes
         mass = weights.abs().sum(-1)
-        dot = sum(weights[..., at, None] * cubes[..., at, :] for at in range(3))  # a sum over three is slow
+        dot = sum(weights[..., at, None] * cubes[..., at, :] for at in range(3))  # `sum` over an axis of size 3 is slow
         bands = self.sums.band_dot[..., : cubes.shape[-1]].double()
         masses = self.sums.band_mass.double()
         whole = masses.sum(-1) + mass, bands.sum(-2) + dot
@@ -329,7 +329,7 @@ class _Head:
         return {name: found[name] for level in LEVELS for name in level if name in found}
 
     def _fixed(self, kinds: dict[str, Fixed]) -> dict[str, Shares]:
-        """A multiple of one matrix P: ⟨A, P⟩² / ‖A‖²‖P‖² over the rows where P is defined."""
+        """Return the shares of multiples of one matrix P: ⟨A, P⟩² / ‖A‖²‖P‖² over the rows where P is defined."""
         sums = []
         for kind in kinds.values():
             rows = (kind.defined & self.real).double()
@@ -343,7 +343,7 @@ class _Head:
         return {name: Shares(*shares) for name, *shares in zip(kinds, *found, strict=True)}
 
     def _single(self, name: str, which: int) -> Fixed:
-        """One key for each query."""
+        """Return the P with one key per query."""
         weight = self.at[name][..., which].double()
         return Fixed(weight, torch.ones_like(weight), weight.abs(), self.targets[name][..., which] >= 0)
 
@@ -359,7 +359,7 @@ class _Head:
         return Fixed(self.sums.total.double() / count, 1 / count.double(), self.whole, self.real)
 
     def _support(self, mass: Tensor, energy: Tensor, held: Tensor) -> Shares:
-        """Shares of sums over a support that holds `held` of each row's visible keys."""
+        """Return the shares of a support that contains `held` of each row's visible keys."""
         part = (held / self.sums.count.clamp(min=1)).clamp(max=1)
         whole, square = self.whole, self.square
         mass, energy = _share(mass, whole.sum(-1)), _share(energy, square.sum(-1))
@@ -373,7 +373,7 @@ class _Head:
         return self._support(_total(first.abs()), _total(first.square()), held)
 
     def _near(self, energy: Tensor) -> Shares:
-        """Of what lies within ±width."""
+        """Return the shares of the keys within ±width."""
         return self._support(_total(self.at["offset"].abs()), energy, self.seen["offset"].sum(-1))
 
     def _window(self) -> Shares:
@@ -395,7 +395,7 @@ class _Head:
         return self._support(mass, energy, torch.full_like(self.sums.count, stripes))
 
     def _viewers(self) -> Tensor:
-        """How many queries see each key: all of its segment, or the later ones where the head never looks ahead."""
+        """Number of queries that see each key: all of its segment or, if the head is causal, the later ones."""
         ahead = self.at["offset"][..., len(self.offsets) // 2 + 1].abs() + self.sums.band_mass[..., 1]
         every, later = self.asked.viewers
         return torch.where(ahead.sum(-1, keepdim=True) > 0, every, later)
@@ -420,7 +420,7 @@ def _labelled(
 
 @lru_cache(maxsize=4)
 def _rivals(names: tuple[str, ...]) -> Bool[Tensor, "k k"]:
-    """Which kinds compete with each kind: all but itself and those that contain it."""
+    """Return a mask of the kinds that compete with each kind: all but itself and those that contain it."""
     return torch.tensor([[one != other and one not in CONTAINS.get(other, ()) for other in names] for one in names])
 
 
@@ -448,12 +448,12 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, at most 1 whatever the rounding; 0 of nothing."""
+    """Return part / whole, clipped at 1 against rounding; 0 if whole is 0."""
     return (part / torch.where(whole > 0, whole, 1)).clamp(0, 1)
 
 
 def _beyond(share: Tensor, chance: Tensor) -> Tensor:
-    """(share − chance) / (1 − chance), 0 where chance explains all."""
+    """Return (share − chance) / (1 − chance); 0 if chance explains everything."""
     room = 1 - chance
     return torch.where(room > 1e-6, (share - chance) / room.clamp(min=1e-6), 0).clamp(0, 1)
 

@@ -1,4 +1,4 @@
-"""How results are shown: one base class, from which a result gets its text, its table, its page and its plain data."""
+"""Display of results: a base class that gives each result its text, table, HTML and plain data."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 from heedful.shapes import Tensor
 
-SHOWN = 12  # heads in a printed table; the rest is counted
-WIDE = 80  # columns of text
-DRAWN = 256  # queries that a plot has a point for, evenly spaced
+SHOWN = 12  # heads in a printed table; the others are only counted
+WIDE = 80  # width of printed text in characters
+DRAWN = 256  # largest number of queries in a plot, evenly spaced
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurement(ABC):
-    """A result over a batch of heads. Subclasses are dataclasses and say `columns`, one tensor over the batch each."""
+    """A result over a batch of heads. Subclasses are dataclasses and implement `columns`: tensors over the batch."""
 
     @abstractmethod
     def columns(self) -> dict[str, Tensor]:
-        """What a table shows, by heading: tensors over the batch."""
+        """Return the columns of the table by heading; each is a tensor over the batch."""
 
     def caption(self) -> str:
-        """One line above the table."""
+        """Return the line above the table."""
         return type(self).__name__
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and rows, as text: the head's index in the batch first, where there is a batch."""
+        """Return headings and rows as text; with a batch, the first column is the index of the head."""
         columns = self.columns()
         batch = next(iter(columns.values())).shape
         plain = [x.detach().reshape(-1).cpu().tolist() for x in columns.values()]
@@ -39,7 +39,7 @@ class Measurement(ABC):
         return (["head"] if batch else []) + list(columns), rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as JSON has it. (A field whose metadata say `hidden` stays inside.)"""
+        """Return plain data for JSON, without fields whose metadata contain `hidden`."""
         shown = [field.name for field in fields(self) if not field.metadata.get("hidden")]
         return {name: _plain(getattr(self, name)) for name in shown}
 
@@ -72,7 +72,7 @@ class Measurement(ABC):
 
 
 def _packed(columns: list[tuple[str, ...]], keys: int) -> Iterator[list[tuple[str, ...]]]:
-    """The columns in parts that fit a terminal, each with the first `keys` of them."""
+    """Yield the columns in parts that fit a terminal, each with the first `keys` columns."""
     part = columns[:keys]
     for column in columns[keys:]:
         if len(part) > keys and sum(2 + max(map(len, one)) for one in [*part, column]) - 2 > WIDE:
@@ -89,7 +89,7 @@ def _aligned(columns: list[tuple[str, ...]]) -> list[str]:
 
 
 def indices(batch: tuple[int, ...]) -> list[str]:
-    """The heads of a batch by their indices; one empty name where there is no batch.
+    """Return the heads of a batch by their indices; one empty name if there is no batch.
 
     >>> indices((2, 2)), indices(())
     (['0.0', '0.1', '1.0', '1.1'], [''])
@@ -98,13 +98,13 @@ def indices(batch: tuple[int, ...]) -> list[str]:
 
 
 def bars(name: str, middle: Tensor, lower: Tensor, upper: Tensor):
-    """A point with its bounds for each head (needs altair)."""
+    """Plot a point with its bounds for each head (needs altair)."""
     alt = altair()
     columns = [x.detach().double().reshape(-1).cpu().tolist() for x in (middle, lower, upper)]
     rows = [
         {"head": head or "0", name: at, "at least": low, "at most": high}
         for head, at, low, high in zip(indices(middle.shape), *columns, strict=True)
-        if at == at  # NaN has no place in a chart
+        if at == at  # skips NaN
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(x=alt.X("head:N", sort=None))
     span = base.mark_rule().encode(y=alt.Y("at least:Q", title=name), y2=alt.Y2("at most:Q"))
@@ -112,7 +112,7 @@ def bars(name: str, middle: Tensor, lower: Tensor, upper: Tensor):
 
 
 def number(value: float | int | bool | str) -> str:
-    """A number as a reader wants it: four digits that count.
+    """Format a number with four significant digits.
 
     >>> number(0.123456), number(1234567.8), number(12), number(float("nan"))
     ('0.1235', '1.235e+06', '12', '—')
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def altair():
-    """The plotting library, or an error that says how to get it."""
+    """Return the plotting library; raise an error that says how to install it if it is missing."""
     try:
         import altair as found
     except ImportError:
@@ -138,7 +138,7 @@ def altair():
 
 
 def by_query(shown: dict[str, Tensor], seeing: Tensor):
-    """Lines over the queries, one panel a quantity and one line a head; blanks where a query sees nothing."""
+    """Plot lines over the queries, one panel per quantity, one line per head, gaps where a query sees nothing."""
     alt = altair()
     *batch, n = seeing.shape
     points = range(0, n, -(-n // DRAWN))

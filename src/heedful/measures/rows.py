@@ -1,15 +1,15 @@
-"""What the rows of an attention matrix look like, in one streaming pass and O(n) memory.
+"""Statistics of the rows of an attention matrix, in one streaming pass and O(n) memory.
 
 log-sum-exp     log Σ_j exp(s_ij), for softmax attention
 total, mass     Σ_j a_ij and Σ_j |a_ij|; square Σ_j a_ij², whose sum is ‖A‖²_F
-entropy         −Σ_j p_ij log p_ij with p_ij = |a_ij| / Σ_l |a_il|, so that signed and unnormalised rows have one too;
-                where a softmax has a sink, p = a, and what the sink takes, 1 − Σ_l a_il, is one more outcome
+entropy         −Σ_j p_ij log p_ij with p_ij = |a_ij| / Σ_l |a_il|, which is also defined for signed and unnormalised
+                rows; for a softmax with a sink, p = a, and the weight of the sink, 1 − Σ_l a_il, is one more outcome
 masses          Σ |a_ij| at chosen offsets j − i, on the first tokens, on the last, inside a window
 
-Softmax rows, over any pattern and under segments, come from tiles that the pattern allows, and so do those of any row
-function of the scores; rows of other mechanisms from the adjoint on unit vectors, O(n) products of one column in all.
-Sums are taken in float32 or better. A query that sees nothing has masses 0, entropy 0, a log-sum-exp of −∞ and its
-largest weight at −1.
+Rows of softmax, and of any other row function of the scores, are computed by tiles that the pattern allows, also under
+segments. Rows of other mechanisms come from the adjoint on unit vectors, n products with one column in total. Sums are
+computed in float32 or better. A query that sees nothing has masses 0, entropy 0, a log-sum-exp of −∞ and position −1 of
+its largest weight.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from heedful.operator import AttentionOperator
 from heedful.segments import resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
-SHOWN_OFFSETS = 3  # columns of a printed table that offsets may take
+SHOWN_OFFSETS = 3  # largest number of offsets that a printed table shows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RowStatistics(Measurement):
-    """Numbers for each row; see `row_statistics`. A table shows their means over the queries that see something."""
+    """Statistics of each row; see `row_statistics`. A table shows means over the queries that see a key."""
 
     total: Float[Tensor, "*b n"]
     mass: Float[Tensor, "*b n"]
@@ -56,7 +56,7 @@ class RowStatistics(Measurement):
 
     @property
     def perplexity(self) -> Float[Tensor, "*b n"]:
-        """e^entropy: over how many keys a row spreads, 0 where it sees none."""
+        """e^entropy: the effective number of keys of a row, 0 if it sees none."""
         return torch.where(self.mass > 0, self.entropy.exp(), 0)
 
     def columns(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class RowStatistics(Measurement):
         return f"row statistics: means over {self.mass.shape[-1]} queries, masses as they are (not shares)"
 
     def plot(self):
-        """Entropy, largest weight, masses on the first and last tokens by query, a line a head (needs altair)."""
+        """Plot entropy, largest weight and masses on the first and last tokens by query, a line per head (altair)."""
         shown = {"entropy": self.entropy, "largest": self.largest, "first": self.first, "last": self.last}
         return by_query(shown, self.mass > 0)
 
@@ -91,7 +91,7 @@ def row_statistics(
     last: int = 1,
     window: int | tuple[int, int] | None = None,
 ) -> RowStatistics:
-    """Statistics of every row of A, without A.
+    """Return statistics of every row of A, without materialising A.
 
     >>> import torch, heedful as h
     >>> x = torch.zeros(4, 8)
@@ -101,12 +101,12 @@ def row_statistics(
     >>> rows.frobenius ** 2  # 1 + 1/2 + 1/3 + 1/4
     tensor(2.0833, dtype=torch.float64)
 
-    offsets   distances j − i whose weights are wanted, negative before the query
-    first     how many of the first tokens count as sinks
-    last      how many of the last tokens
-    window    how many keys before and after a query, or a pair (before, after)
+    offsets   distances j − i at which to sum weights; negative means before the query
+    first     number of first tokens that count as sinks
+    last      number of last tokens
+    window    number of keys before and after a query, or a pair (before, after)
 
-    Tokens are counted inside each segment. Of n queries and m keys the queries are the last ones.
+    Tokens are counted inside each segment. The n queries are the last n of the m positions.
     """
     return statistics_into(op, None, offsets=offsets, first=first, last=last, window=window)[0]
 
@@ -120,7 +120,7 @@ def statistics_into(
     last: int = 1,
     window: int | tuple[int, int] | None = None,
 ) -> tuple[RowStatistics, bool]:
-    """The same for a matrix that is wanted too, in `into`; and whether the pass left it there."""
+    """Return the statistics, and True if the same pass also wrote the matrix into the buffer `into`."""
     check_operator(op)
     offsets = _check_offsets(offsets, op.shape[-1])
     check_count("first", first)
@@ -148,7 +148,7 @@ def statistics_into(
 
 
 def _targets(op: AttentionOperator, offsets: tuple[int, ...], first: int, last: int) -> Int[Tensor, "*s n t"]:
-    """The keys at the offsets from each query, the first ones and the last ones of its segment."""
+    """Return the keys at the offsets from each query, and the first and the last keys of its segment."""
     if op.is_one_segment:
         return _plain_targets(*op.shape[-2:], op.device, offsets, first, last)
     return _chosen(Places(op.layout), offsets, first, last)
@@ -158,7 +158,7 @@ def _targets(op: AttentionOperator, offsets: tuple[int, ...], first: int, last: 
 def _plain_targets(
     n: int, m: int, device: torch.device, offsets: tuple[int, ...], first: int, last: int
 ) -> Int[Tensor, "n t"]:
-    """The same for all heads of a length: on a GPU forty launches to find them would cost as much as the sums."""
+    """Cached `_targets` without segments: on a GPU their forty launches would cost as much as the sums."""
     return _chosen(Places(resolve(None, n, m, device)), offsets, first, last)
 
 
@@ -167,14 +167,14 @@ def _chosen(places: Places, offsets: tuple[int, ...], first: int, last: int) -> 
 
 
 def over_rows(x: Float[Tensor, "*b n"], seeing: Bool[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """The mean over the queries that see something, NaN where none does."""
+    """Return the mean over the queries that see a key; NaN if there is none."""
     return torch.where(seeing, x, 0).double().sum(-1) / seeing.sum(-1)
 
 
 def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:
-    """−Σ p log p of every row, p = |a| / Σ|a|, in nats; 0 for a query that sees nothing.
+    """Return −Σ p log p of every row, p = |a| / Σ|a|, in nats; 0 for a query that sees nothing.
 
-    The sink of a softmax is one more outcome: weights stay as they are, and 1 − Σa is the sink's.
+    The sink of a softmax is one more outcome: then p = a, and the sink has the remaining weight 1 − Σa.
 
     >>> import torch, heedful as h
     >>> x = torch.zeros(3, 8)
@@ -188,10 +188,10 @@ def entropy(op: AttentionOperator) -> Float[Tensor, "*b n"]:
 
 
 def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
-    """The share of each head's mass Σ|a| that lies on the first tokens (Xiao et al. 2023, arXiv:2309.17453).
+    """Return the share of each head's mass Σ|a| on the first `sinks` tokens (Xiao et al. 2023, arXiv:2309.17453).
 
-    Rows of a softmax have a mass of 1, of which a sink logit may take a part: that part lies on no token.
-    It is the mean over the queries that stand behind the sinks, each of which counts once; 0 where there is none.
+    The result is the mean over the queries after the sinks, each with equal weight; 0 if there is none. Rows of a
+    softmax have a mass of 1; the part that a sink logit takes lies on no token.
 
     >>> import torch, heedful as h
     >>> x = torch.zeros(100, 8)
@@ -209,16 +209,16 @@ def sink_mass(op: AttentionOperator, sinks: int = 4) -> Float[Tensor, "*b"]:
 
 
 def checked_sums(op: AttentionOperator, request: Request) -> RowSums:
-    """The sums, or an error where a row has weights that are no numbers."""
+    """Return the sums; raise if a row has weights that are NaN or infinite."""
     sums = op.row_sums(request)
     check_sums(sums, op)
     return sums
 
 
 def check_sums(sums: RowSums, of: object) -> None:
-    """Refuse rows with weights that are no numbers."""
+    """Raise if a row has weights that are NaN or infinite."""
     whole = (sums.mass + sums.square + sums.entropy).detach()
-    if isfinite(whole.sum(dtype=torch.float64).item()):  # one number to wait for, where all is well
+    if isfinite(whole.sum(dtype=torch.float64).item()):  # one synchronisation in the usual case
         return
     bad = ~torch.isfinite(whole)
     if bad.any():

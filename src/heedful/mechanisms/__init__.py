@@ -1,7 +1,7 @@
-"""Every mechanism, one file each, and the table of them.
+"""All mechanisms, one file each, and the catalogue of them.
 
-`CATALOG` drives the README's table, the command line, the conformance tests and the benchmarks. A new mechanism is
-one file and one line here.
+The README's table, the command line, the conformance tests and the benchmarks are generated from `CATALOG`. To add a
+mechanism, add one file and one line here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ __all__ = [
 
 
 class Paper(NamedTuple):
-    """Where a mechanism comes from."""
+    """The paper that introduced a mechanism."""
 
     authors: str
     year: int
@@ -106,7 +106,8 @@ class Paper(NamedTuple):
 class Entry:
     """One line of the catalogue.
 
-    complexity is that of `forward` in the length N; `small` are options for a drawing or a test of a few dozen tokens.
+    complexity   complexity of `forward` in the length N
+    small        options for a figure or a test with a few dozen tokens
     """
 
     name: str
@@ -118,18 +119,18 @@ class Entry:
     small: Mapping[str, Any] = field(default_factory=dict)
 
     def sample(self, **facts: Any) -> Mechanism:
-        """A small instance. Facts of the inputs (d, heads, length) reach the builders that ask for them."""
+        """Return a small instance. Sizes of the inputs (d, heads, length) are passed to builders that take them."""
         asked = inspect.signature(self.build).parameters
         return self.build(**{name: value for name, value in facts.items() if name in asked} | dict(self.small))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The builder's options with their defaults."""
+        """The builder's options and their defaults."""
         return {name: parameter.default for name, parameter in inspect.signature(self.build).parameters.items()}
 
     @property
     def streams(self) -> bool:
-        """It can go token by token."""
+        """True if the mechanism can decode token by token."""
         return isinstance(self.sample(d=8, heads=8, length=32), RecurrentMechanism)
 
 
@@ -294,7 +295,7 @@ def _truncated_svd(rank: int = 64, inner: Mechanism | None = None) -> TruncatedS
 
 
 def _strided(stride: int = 128, window: int = 128, causal: bool = True, temperature: float = 1.0) -> Softmax:
-    """`window` keys before the query besides every `stride`-th one: with window = stride, A⁽¹⁾ ∪ A⁽²⁾ of the paper."""
+    """`window` keys before the query and every `stride`-th key: with window = stride, A⁽¹⁾ ∪ A⁽²⁾ of the paper."""
     _require_count("window", window, 0)
     pattern = Strided(stride) | Window(window, 0 if causal else window)
     return Softmax(_if_causal(pattern, causal), temperature=temperature)
@@ -307,7 +308,7 @@ def _dilated(window: int = 128, gap: int = 4, causal: bool = True, temperature: 
 
 
 def _halves(one: Mechanism, other: Mechanism, merged: Mechanism, heads: int) -> Mechanism:
-    """Half of the heads attend in one way, half in another; a single head in both."""
+    """Return a mixture in which half of the heads use `one` and half use `other`; for a single head, `merged`."""
     return Mixture([one, other], [heads - heads // 2, heads // 2]) if heads > 1 else merged
 
 
@@ -322,7 +323,7 @@ def _sparse_fixed_heads(
 def _strided_heads(
     stride: int = 128, window: int = 128, heads: int = 2, causal: bool = True, temperature: float = 1.0
 ) -> Mechanism:
-    near = Softmax(Window(window, 0 if causal else window), temperature=temperature)  # i − l … i: l keys and one's own
+    near = Softmax(Window(window, 0 if causal else window), temperature=temperature)  # i − l … i: l keys and its own
     far = Softmax(_if_causal(Strided(stride), causal), temperature=temperature)
     return _halves(near, far, _strided(stride, window, causal, temperature), heads)
 
@@ -334,7 +335,7 @@ def _tree(
     causal: bool = False,
     temperature: float = 1.0,
 ) -> Softmax:
-    """Without parents, those of a balanced tree over `length` tokens."""
+    """Default parents: a balanced tree over `length` tokens."""
     if parents is None and length is None:
         raise TypeError(_needs("tree", ["length"]) + " Or give the parents of a tree of your own, parents=(1, -1, 1).")
     tree = Tree(balanced_tree(length or 0) if parents is None else tuple(parents), radius)
@@ -484,7 +485,7 @@ _ENTRIES = (
 
 
 def _needs(name: str, missing: list[str]) -> str:
-    """Which options an entry lacks, what they mean, and a call that works."""
+    """Return an error message: the missing options of an entry, their meaning, and a call that works."""
     facts = {option: FACTS.get(option, ("an option without a default", "…")) for option in missing}
     meanings = "; ".join(f"{option}, {meaning}" for option, (meaning, _) in facts.items())
     example = ", ".join(f"{option}={value}" for option, (_, value) in facts.items())
@@ -495,13 +496,13 @@ FACTS: dict[str, tuple[str, int]] = {
     "d": ("the width of q and k in one head, q.shape[-1]", 64),
     "length": ("the number of tokens of the longest sequence", 4096),
 }
-"""What options without a default mean, and an example of each."""
+"""Meaning and example value of each option without a default."""
 
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def build(name: str, **options: Any) -> Mechanism:
-    """A mechanism by its name in the catalogue.
+    """Return a mechanism by its name in the catalogue.
 
     >>> build("window", before=64)
     Softmax(Window(before=64, after=0, sinks=0))

@@ -1,4 +1,4 @@
-"""Mechanisms of release 0.1 that are `Softmax` over a pattern: the pattern alone chooses the kernel now."""
+"""Deprecated mechanisms of release 0.1. They are now `Softmax` with a pattern, and the pattern selects the kernel."""
 
 from __future__ import annotations
 

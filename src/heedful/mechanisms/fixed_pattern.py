@@ -12,9 +12,9 @@
     recurrence  left      μ_t = μ_{t-1} + 4(t − 1)/t² · (v_{t-2} − μ_{t-1}), as (t − 1)³ / Σ_{s<t} s³ = 4(t − 1)/t²
     cost        left, right 2m(c + 2)e flops, start, end 2me, shifts none; state 3e, e or 0
 
-i, j and the length L count tokens of one segment. With `words` they count words where a row looks for its neighbours:
-current, previous and next are uniform over a word's tokens, left and right keep two words apart instead of two tokens.
-Word ids belong to a batch, so they come with each call, as segments do; `cost` is that of a call without them.
+i, j and the length L count tokens of one segment. With `words`, neighbours are words: current, previous and next are
+uniform over the tokens of one word, and left and right skip two words instead of two tokens. Word ids belong to a
+batch, so they are passed to each call, like segments. `cost` is the cost of a call without words.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = ("current", "previous", "next", "left", "right", "start", "end", "last")
 
 @dataclass(frozen=True, repr=False)
 class _Aligned(Pattern):
-    """Every query may see every key, but positions matter: n queries are the last n of the keys."""
+    """Every query may see every key, but positions matter: the n queries are the last n positions of the keys."""
 
     def allows(self, i, j):
         return torch.ones_like(i - j, dtype=torch.bool)
@@ -52,7 +52,7 @@ class _Aligned(Pattern):
 
 
 class FixedPattern(Mechanism):
-    """Attention that needs no queries and no keys: each row is known beforehand.
+    """Attention with fixed weights that depend on positions, not on the values of queries and keys.
 
     >>> import torch, heedful as h
     >>> x = torch.randn(4, 1)
@@ -62,15 +62,16 @@ class FixedPattern(Mechanism):
             [1.0000, 0.0000, 0.0000, 0.0000],
             [0.1111, 0.8889, 0.0000, 0.0000]])
 
-    q and k tell the number of tokens alone, and their gradients are zero. The kinds that never look ahead (current,
-    left, and previous with edge="first") also go token by token: they are `StreamingFixedPattern`s.
+    Only the shapes of q and k are used, and their gradients are zero. The causal kinds (current, left, and previous
+    with edge="first") can also decode token by token: `FixedPattern` then returns a `StreamingFixedPattern`.
 
     kind    current, previous, next, left, right, start, end or last
-    edge    whom row 0 of "previous" attends: the "last" token of its sequence as in the paper, or the "first", itself
+    edge    the token that row 0 of "previous" attends to: the "last" of its sequence, as in the paper, or the "first",
+            itself
 
-    `forward`, `matrix`, `operator` and `explain` take `words`, the ids of the words that tokens belong to: (*batch, m),
-    broadcast like segments; equal ids side by side in a segment are one word. A row then sees whole words, their later
-    tokens too, also under the kinds that stream; prefill and step take no words.
+    `forward`, `matrix`, `operator` and `explain` take `words`, the word id of each token: (*batch, m), broadcast like
+    segments. Adjacent tokens of a segment with equal ids are one word. A row then sees whole words, including tokens
+    after the query, for all kinds. `prefill` and `step` take no words.
 
     >>> words = torch.tensor([0, 1, 1, 2])  # four tokens in three words
     >>> h.FixedPattern("current").matrix(x, x, words=words)
@@ -79,14 +80,14 @@ class FixedPattern(Mechanism):
             [0.0000, 0.5000, 0.5000, 0.0000],
             [0.0000, 0.0000, 0.0000, 1.0000]])
 
-    A checkpoint holds no word ids. One of an earlier release may (an entry `words`): it loads, and they are ignored.
+    Checkpoints hold no word ids. Those of earlier releases may have an entry `words`; loading ignores it.
     """
 
     def __new__(cls, kind: str, *, edge: Literal["last", "first"] = "last", words: None = None):
         streams = kind in ("current", "left") or (kind == "previous" and edge == "first")
         return super().__new__(StreamingFixedPattern if streams and cls is FixedPattern else cls)
 
-    def __getnewargs_ex__(self):  # pickle and copy make the same choice again
+    def __getnewargs_ex__(self):  # pickle and copy then select the same class
         return (self.kind,), {"edge": self.edge}
 
     def __init__(self, kind: str, *, edge: Literal["last", "first"] = "last", words: None = None):
@@ -111,7 +112,7 @@ class FixedPattern(Mechanism):
         return True
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict.pop(f"{prefix}words", None)  # word ids of one batch, which earlier releases kept
+        state_dict.pop(f"{prefix}words", None)  # earlier releases stored the word ids of one batch
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def matrix(self, q, k, *, segments=None, words=None):
@@ -165,12 +166,12 @@ class FixedPattern(Mechanism):
         return _unread(rows, q, k)
 
     def _words(self, words: Tensor | None) -> Tensor | None:
-        """Word ids, for the kinds that ask for them."""
+        """Return the word ids if this kind uses them, else None."""
         return None if self.kind in ("start", "end", "last") else words
 
     @property
     def kernel_kind(self) -> str:
-        """What `kernels/fixed_heads` calls this head, without words."""
+        """The name of this kind, without words, in `kernels/fixed_heads`."""
         return "earlier" if self.edge == "first" else self.kind
 
     def _check(
@@ -202,7 +203,7 @@ class FixedPattern(Mechanism):
 
 
 def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One `kernel_kind` for each head, no segments: what the mechanisms give one by one, in one call."""
+    """Run all fixed heads in one call, one `kernel_kind` per head, without segments."""
     batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     n = q.shape[-2]
     if v.shape[:-2] != batch:
@@ -213,13 +214,13 @@ def heads_together(kinds: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> T
 
 
 def _unread(rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """rows, as a function of q and k that is constant."""
+    """Return `rows` as a constant function of q and k, so that these get zero gradients instead of None."""
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return _Unread.apply(rows, q, k) if learns else rows
 
 
 class _Unread(torch.autograd.Function):
-    """rows, which q and k have no part in: their gradients are zeros."""
+    """Return `rows`; the gradients of q and k are zeros."""
 
     @staticmethod
     def forward(ctx, rows, q, k):
@@ -235,7 +236,7 @@ class _Unread(torch.autograd.Function):
 
 
 class Recent(NamedTuple):
-    """The last tokens' values, the mean of those before them in float64 (left context only), tokens so far."""
+    """Values of the last tokens, the float64 mean of the values before them (kind "left" only), tokens so far."""
 
     values: Float[Tensor, "*b r e"]
     mean: Float[Tensor, "*b 1 e"] | None
@@ -243,10 +244,10 @@ class Recent(NamedTuple):
 
 
 class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
-    """The kinds that never look ahead; `FixedPattern(kind)` makes one where it can.
+    """A causal `FixedPattern`, which can decode token by token; `FixedPattern(kind)` returns one if the kind is causal.
 
-    The left context keeps a running mean, not a sum that grows as t⁴, and keeps it in float64: in float32 each step
-    would round a mean of size 1 to 6e-8 while it moves by 4/t.
+    The state of "left" is a running mean, because a sum would grow as t⁴. It is in float64: in float32, each step would
+    round a mean of size 1 by 6e-8, while the mean changes by 4/t.
     """
 
     @property
@@ -261,7 +262,7 @@ class StreamingFixedPattern(FixedPattern, RecurrentMechanism):
         return out, self._state(v, resolve(segments, q.shape[-2], k.shape[-2], v.device))
 
     def _state(self, v: Float[Tensor, "*b m e"], layout: Layout) -> Recent:
-        """What the last segment of each row leaves behind."""
+        """Return the state after the last segment of each row."""
         live = in_last(layout.key_ids)
         length = live.sum(-1)
         order = live.int().argsort(dim=-1, stable=True)[..., max(v.shape[-2] - self._kept, 0) :]

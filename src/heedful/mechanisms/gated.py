@@ -1,13 +1,13 @@
-"""Gated linear attention (Yang et al. 2023, arXiv:2312.06635): the memory fades as each token says.
+"""Gated linear attention (Yang et al. 2023, arXiv:2312.06635): each token sets the decay of the state.
 
 matrix      A_ij = Σ_c φ(q_i)_c φ(k_j)_c exp(b_ic − b_jc) / z_i,  j ≤ i;   z_i: the row's sum where normalised, or 1
             b_i = Σ_{t≤i} log α_t,   log α_t = log σ(U W k_t + β) / τ
-fast        chunks of c; inside, halves of halves whose exponents are never positive     (kernels/gated_linear)
+fast        chunks of c; inside, recursive halves whose exponents are never positive     (kernels/gated_linear)
 recurrence  S_t = diag(α_t) S_{t-1} + φ(k_t) v_tᵀ,  z_t = α_t ∘ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
 cost        2n((c − 1)(r + e)/2 + 2re) + 2m ρ(d + r) flops, state re, or r(e + 1) with the normaliser
 
-The gate is a function of the key, so that A depends on q and k alone; in the paper it is one of the layer's input, as
-the key is. One gate for a whole head is the decay of Retention, chosen anew by each token.
+Here the gate is a function of the key, so that A depends on q and k alone; in the paper it is a function of the layer's
+input. With one gate per head, this is Retention with a decay that each token sets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GATES = ("channel", "head")
 
 
 class GatedLinear(LinearBase):
-    """Linear attention whose state fades by a learned function of each key.
+    """Linear attention whose state decays by a learned function of each key.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 4, 1000, 16).unbind()
@@ -44,12 +44,12 @@ class GatedLinear(LinearBase):
     torch.Size([1, 4, 1000, 16])
 
     d             width of the keys
-    heads         1: all heads share the gate's weights; more: each has its own, heads being the last batch axis
-    gate          "channel": each row of the state has its gate, as in the paper; "head": one for all of them
-    rank          ρ, of the gate's weights U W
-    tau           τ; the larger, the slower everything fades: at the start α is about 2^(-1/τ)
-    normalise     rows sum to 1; features are then positive (elu + 1) by default, and else q and k themselves
-    seed          of W and U, uniform as in a linear layer; β starts at 0
+    heads         1: all heads share the gate's weights; more: separate weights per head, the last batch axis
+    gate          "channel": one gate per row of the state, as in the paper; "head": one gate per head
+    rank          ρ, the rank of the gate's weights U W
+    tau           τ; a larger τ means slower decay: initially, α is about 2^(-1/τ)
+    normalise     True: rows sum to 1, and the default features are elu + 1; False: the default features are q and k
+    seed          seed of W and U, which are uniform as in a linear layer; β starts at 0
     """
 
     kernel = gated_attention
@@ -92,7 +92,7 @@ class GatedLinear(LinearBase):
         self.beta = nn.Parameter(torch.zeros(*lead, width))
 
     def log_gates(self, k: Float[Tensor, "*#b m d"]) -> Float[Tensor, "*b m #r"]:
-        """log α of each token, in float32 or better: for each channel, or one."""
+        """Return log α of each token, in float32 or better, with one entry per channel or a single one."""
         wide = torch.promote_types(k.dtype, torch.float32)
         with as_given(k):
             W, U, beta = (x.to(wide) for x in (self.W, self.U, self.beta))
@@ -117,7 +117,7 @@ class GatedLinear(LinearBase):
             x = self.feature_map.query(q.masked_fill(here[..., None] < 0, 0).to(wide), layout.query_positions)
             y = self.feature_map.key(k.to(wide), layout.key_positions)
             rows = []
-            for a in range(0, max(n, 1), 64):  # n × m × r numbers only for so many rows at once
+            for a in range(0, max(n, 1), 64):  # 64 rows at a time: each row needs m × r numbers
                 some = slice(a, a + 64)
                 between = of_queries[..., some, None, :] - of_keys[..., None, :, :]
                 fade = between.masked_fill(~sees[..., some, :, None], -torch.inf).exp()
@@ -145,7 +145,7 @@ class GatedLinear(LinearBase):
 
     def cost(self, dims: Dims) -> Cost:
         width, plain = self.U.shape[-2], super().cost(dims)
-        gated = dims.states(self.heads) * dims.m  # tokens that have gates of their own
+        gated = dims.states(self.heads) * dims.m  # tokens with separate gates
         r, e, tokens = self.feature_map.dim(dims.d), dims.e + self.normalise, max(dims.n, dims.m)
         return Cost.of_stages(
             Stage("gates", 2 * gated * self.rank * (self.d + width), gated * width),

@@ -1,7 +1,7 @@
-"""Some heads of a layer, by index: their queries, with the keys and values that they share.
+"""Selection of heads of a layer by index: their queries, and the keys and values that they share.
 
-Heads that need not be neighbours run in one call. Neighbours are views; others are gathered, queries by head, keys and
-values by group where every group has as many of these heads, else by head.
+The selected heads run in one call, also if they are not adjacent. Adjacent heads are views; others are copied. Keys and
+values are copied per group if every group has equally many selected heads, else per head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heedful.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class HeadIndex:
-    """Heads of queries, in order, out of `total`; each of `groups` heads of keys serves total / groups of them."""
+    """Query heads, in order, out of `total`; each of the `groups` KV heads serves total / groups query heads."""
 
     heads: tuple[int, ...]
     total: int
@@ -29,22 +29,22 @@ class HeadIndex:
 
     @cached_property
     def own_groups(self) -> tuple[int, ...]:
-        """The groups that have one of these heads."""
+        """The groups that contain one of these heads."""
         return tuple(dict.fromkeys(self.group_of_head))
 
     @cached_property
     def per_group(self) -> int | None:
-        """How many of these heads each of their groups has; None where they differ."""
+        """Number of these heads in each of their groups; None if the groups differ."""
         counts = {self.group_of_head.count(group) for group in self.own_groups}
         return counts.pop() if len(counts) == 1 else None
 
     def queries(self, q: Float[Tensor, "b h n d"]) -> Tensor:
-        """(b, heads, n, d), or (b, groups, per group, n, d) where keys are shared."""
+        """Return the queries, (b, heads, n, d), or (b, groups, per group, n, d) if heads share keys."""
         mine, each = take(q, 1, self.heads), self.per_group
         return mine if each in (None, 1) else mine.unflatten(1, (len(self.own_groups), each))
 
     def keys(self, x: Float[Tensor, "b g m d"]) -> Tensor:
-        """Keys or values for `queries`: (b, heads, m, d), or (b, groups, 1, m, d) where they are shared."""
+        """Return keys or values for `queries`: (b, heads, m, d), or (b, groups, 1, m, d) if heads share them."""
         each = self.per_group
         if each is None:
             return x.index_select(1, _on(self.group_of_head, x.device))
@@ -52,12 +52,12 @@ class HeadIndex:
         return mine if each == 1 else mine.unsqueeze(2)
 
     def heads_of(self, out: Tensor) -> Float[Tensor, "b h n e"]:
-        """Outputs for `queries`, one axis for the heads."""
+        """Return the outputs for `queries` with a single head axis."""
         return out.flatten(1, 2) if out.ndim == 5 else out
 
 
 def join(parts: list[tuple[HeadIndex, Float[Tensor, "b h n e"]]]) -> Float[Tensor, "b h n e"]:
-    """The outputs of all heads, in order."""
+    """Return the outputs of all heads, in the order of the heads."""
     if len(parts) == 1:
         return parts[0][1]
     out = torch.cat([part for _, part in parts], 1)
@@ -67,13 +67,13 @@ def join(parts: list[tuple[HeadIndex, Float[Tensor, "b h n e"]]]) -> Float[Tenso
 
 @lru_cache(maxsize=1024)
 def place_of_heads(heads: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
-    """Where each head is among these, side by side; None where they are in order."""
+    """Return the place of each head in the concatenation of these tuples; None if they are in order."""
     joined = [head for part in heads for head in part]
     return None if joined == sorted(joined) else tuple(sorted(range(len(joined)), key=joined.__getitem__))
 
 
 def take(x: Tensor, axis: int, places: tuple[int, ...]) -> Tensor:
-    """These places of an axis: x itself, a view of neighbours, or a copy."""
+    """Return these places of an axis: x itself, a view if they are adjacent, or a copy."""
     if places == tuple(range(x.shape[axis])):
         return x
     first = places[0]
@@ -84,5 +84,5 @@ def take(x: Tensor, axis: int, places: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _on(places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
-    with torch.inference_mode(False):  # kept: a later backward pass may need it
+    with torch.inference_mode(False):  # the tensor is cached, and a later backward pass may need it
         return torch.tensor(places, device=device)

@@ -1,4 +1,4 @@
-"""A store of keys and values that outlives calls: it comes before the keys of the next call, as a cache does."""
+"""A store of keys and values that persists between calls and precedes the keys of the next call, like a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from heedful.shapes import Float, Tensor, broadcast_shapes
 
 
 class Nearest(NamedTuple):
-    """What a store found for each query, the nearest first."""
+    """The keys and values that a store found for each query, nearest first."""
 
     scores: Float[Tensor, "*b n c"]
     k: Float[Tensor, "*b n c d"]
@@ -22,7 +22,7 @@ class Nearest(NamedTuple):
 
 
 class KeyValueMemory(nn.Module):
-    """A store of keys and values that outlives calls: the last `capacity` tokens that were added.
+    """A store of keys and values that persists between calls; it holds the last `capacity` tokens added.
 
     >>> import torch
     >>> store = KeyValueMemory(3, d=1, e=1)
@@ -34,11 +34,11 @@ class KeyValueMemory(nn.Module):
     >>> store.nearest(torch.tensor([[1.0], [-1.0]]), 2).v.flatten(-2).tolist()
     [[13.0, 12.0], [11.0, 12.0]]
 
-    Its buffers have a fixed size, so a state_dict of one store fits another of the same sizes. No gradient goes into
-    it, as in the paper: the tokens of earlier calls are what they were.
+    Its buffers have a fixed size, so a state_dict fits every store of the same sizes. No gradient flows into stored
+    tokens, as in the paper.
 
     batch    batch axes, heads last; all rows of a batch hold equally many tokens
-    dtype    of what is stored; what is read is in the dtype of what was asked with
+    dtype    dtype of the stored tokens; results have the dtype of the arguments
     """
 
     k: Tensor
@@ -55,12 +55,12 @@ class KeyValueMemory(nn.Module):
         self.register_buffer("length", torch.zeros((), dtype=torch.long))
 
     def __len__(self) -> int:
-        """How many tokens it holds."""
+        """Return the number of tokens in the store."""
         return int(self.length)
 
     @torch.no_grad()
     def add(self, k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"]) -> None:
-        """Append tokens; beyond the capacity the oldest go."""
+        """Append tokens; the oldest are dropped if the store exceeds its capacity."""
         self._check(k, v)
         for name, x in (("k", k), ("v", v)):
             kept = getattr(self, name)
@@ -69,19 +69,19 @@ class KeyValueMemory(nn.Module):
         self.length = (self.length + k.shape[-2]).clamp(max=self.capacity)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.length = torch.zeros_like(self.length)
 
     def before(
         self, k: Float[Tensor, "*#b m d"], v: Float[Tensor, "*#b m e"]
     ) -> tuple[Float[Tensor, "*b l d"], Float[Tensor, "*b l e"]]:
-        """What it holds, oldest first, and then k and v: what a causal mechanism takes for the keys of its queries."""
+        """Return the stored tokens, oldest first, followed by k and v: the keys and values for a causal mechanism."""
         self._check(k, v)
         keys, values = self._held()
         return _joined(keys, k), _joined(values, v)
 
     def nearest(self, q: Float[Tensor, "*#b n d"], count: int) -> Nearest:
-        """The `count` tokens (or all, where it holds fewer) with the largest q·k; of equal ones the older is nearer."""
+        """Return the `count` tokens (all if there are fewer) with the largest q·k; older ones first if equal."""
         keys, values = self._held()
         if q.shape[-1] != keys.shape[-1]:
             raise ValueError(f"q: width {q.shape[-1]} {tuple(q.shape)}, expected {keys.shape[-1]} as in the store.")

@@ -14,15 +14,15 @@ from heedful.patterns import Causal, Pattern
 
 
 class Linear(LinearBase):
-    """Attention in O(n): sums of features instead of rows of scores.
+    """Linear attention, O(n): weights are inner products of features, so sums over keys replace rows of scores.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
     >>> h.Linear()(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
 
-    Features of changing sign (Cos, Identity) are normalised by a sum that may vanish: give them normalise=False.
-    elu(x) + 1 = e^x underflows where all entries are very negative: on a GPU, normalisers below 2^-95 give zeros.
+    With signed features (Cos, Identity) the normaliser may vanish: use normalise=False. elu(x) + 1 = e^x underflows if
+    all entries are very negative; on a GPU, rows with a normaliser below 2^-95 are zero.
     """
 
     def __init__(

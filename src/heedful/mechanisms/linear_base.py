@@ -1,11 +1,11 @@
-"""What linear mechanisms share: features of queries and keys, one chunked kernel, one running state.
+"""The base class of linear mechanisms: features of queries and keys, one chunked kernel, one running state.
 
     forward     chunks of c: inside by tril(φq φkᵀ), across by S          (kernels/linear_attention chooses the kernel)
     recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  z_t = λ z_{t-1} + φ(k_t),  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
     cost        2n(c(r + e) + 2re) flops, state r(e + 1)
 
-The normaliser is kept in float32 or better; sums, not products, make it. Features given by their logarithms have a
-scale each, the largest key so far, which is part of the state: the normaliser of a query then has a term of 1.
+The normaliser is accumulated in float32 or better. Features that are given by their logarithms have one scale each, the
+largest key so far, which is part of the state. The normaliser of a query then has a term of 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from heedful.validation import check_inputs, check_token
 class Running(NamedTuple):
     """S = Σ φ(k) vᵀ, z = Σ φ(k), tokens so far.
 
-    Where features are given by logarithms, rows of S and of z are to be multiplied by exp(log_scale).
+    If features are given by logarithms, the true rows of S and z are the stored ones times exp(log_scale).
     """
 
     S: Float[Tensor, "*b r e"]
@@ -39,7 +39,7 @@ class Running(NamedTuple):
 
 
 class LinearBase(RecurrentMechanism):
-    """Base of `Linear`, `Retention` and `GatedLinear`."""
+    """Base class of `Linear`, `Retention` and `GatedLinear`."""
 
     kernel: Kernel = linear_attention
 
@@ -56,17 +56,17 @@ class LinearBase(RecurrentMechanism):
         self.normalise = normalise
 
     def log_decay(self) -> Float[Tensor, " heads"] | None:
-        """log λ of each head, or None where nothing decays."""
+        """log λ of each head, or None without decay."""
         return None
 
     @property
     def own_heads(self) -> int:
-        """How many heads have features or decays of their own, and so a state each; 1 where all share them."""
+        """Number of heads with separate features or decays, which need one state each; 1 if all heads share them."""
         decay = self.log_decay()
         return max(self.feature_map.heads or 1, 1 if decay is None else decay.numel())
 
     def fading(self, k: Float[Tensor, "*b 1 d"], dtype: torch.dtype) -> Float[Tensor, "*c #r"] | None:
-        """log of what the token of key k leaves of each row of the state, or None where nothing decays."""
+        """Return the log decay of each row of the state at the token with key k, or None without decay."""
         decay = self.log_decay()
         return None if decay is None else decay[..., None]
 
@@ -103,7 +103,7 @@ class LinearBase(RecurrentMechanism):
         return self.kernel(LinearCall(q, k, v, self._options(), segments))[0]
 
     def _options(self, stateful: bool = False) -> LinearOptions:
-        """What the kernel is asked for."""
+        """Return the options of the kernel call."""
         causal = isinstance(self.pattern, Causal)
         return LinearOptions(self.feature_map, self.normalise, causal, self.log_decay(), None, stateful)
 
@@ -133,7 +133,7 @@ class LinearBase(RecurrentMechanism):
         )
 
     def _state_batch(self, k: Tensor, v: Tensor) -> tuple[int, ...]:
-        """Batch axes of a state: those of keys and values, and of features and decays that heads do not share."""
+        """Return the batch axes of a state: those of keys and values, and heads with separate features or decays."""
         token = k.new_zeros(*k.shape[:-2], 1, k.shape[-1])
         where = torch.zeros(1, dtype=torch.long, device=k.device)
         features = self.feature_map.key(token, where)
@@ -187,12 +187,12 @@ class LinearBase(RecurrentMechanism):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """One size up from the inputs: a sum over a hundred thousand tokens rounds as often."""
+    """Return a dtype wider than that of the inputs: a sum over 100,000 tokens rounds 100,000 times."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _one_for_all(x: Tensor, batch: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
-    """x (*batch, …) with the batch axes `own`: what entries share is kept once, in memory of its own."""
+    """Reduce x (*batch, …) to the batch axes `own`: entries that share a state store it once, in a separate tensor."""
     if batch == own:
         return x
     if 0 in batch:
@@ -205,6 +205,6 @@ def _one_for_all(x: Tensor, batch: tuple[int, ...], own: tuple[int, ...]) -> Ten
 
 
 def log_products(x: Tensor, y: Tensor) -> Tensor:
-    """log Σ_r exp(x_ir + y_jr), a few rows at a time."""
+    """Return log Σ_r exp(x_ir + y_jr), computed a few rows at a time."""
     rows = [(part[..., :, None, :] + y[..., None, :, :]).logsumexp(-1) for part in x.split(64, -2)]
     return torch.cat(rows, -2) if rows else x @ y.mT

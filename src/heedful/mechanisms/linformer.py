@@ -3,9 +3,9 @@
 matrix      A = softmax(scale · Q (E K)ᵀ) F,   E, F ∈ R^{r×N}          so rank A ≤ r
 fast        softmax attention of n queries to the r keys E K with the r values F V
 cost        2 r (n + m)(d + e) flops
-in a layer  E (X W) = (E X) W: a layer that mixes its tokens first has r of them to project, not N (`mixed_tokens`)
+in a layer  E (X W) = (E X) W: a layer that applies E to its tokens first projects r tokens, not N (`mixed_tokens`)
 
-There is no causal form: each projected key mixes the whole sequence, its future too.
+There is no causal version: each projected key mixes the whole sequence, including later tokens.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PROJECTIONS = ("learned", "pooled", "random")
 
 
 class Linformer(Mechanism):
-    """Softmax attention to r mixtures of the keys.
+    """Softmax attention to r linear combinations of the keys.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
     >>> h.Linformer(length=4096, rank=128)(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
 
-    length       the longest sequence; one of m < length tokens uses the first m columns of E and F, as if zeros
-                 followed it. Rows of A sum to what F makes of them, not to 1
+    length       the longest sequence. A sequence of m < length tokens uses the first m columns of E and F, as if padded
+                 with zeros. Because of F, rows of A do not sum to 1
     rank         r, the number of projected keys
-    projection   "learned": parameters that start as below; "random": the same, frozen; "pooled": the mean of each of r
-                 consecutive pieces of `length`, the first ones a token longer where r does not divide it
-    shared       F is E
-    heads        1: all heads share E and F; more: each has its own, heads being the last batch axis
-    seed         of the entries, N(0, 1/length): a projected key is then of the size of a key
+    projection   "learned": random initial values, trained; "random": the same, frozen; "pooled": the means of r
+                 consecutive pieces of `length`; if r does not divide it, the first pieces are one token longer
+    shared       True: F is E
+    heads        1: all heads share E and F; more: separate E and F per head, the last batch axis
+    seed         seed of the random entries, N(0, 1/length); projected keys then have the size of keys
     """
 
     F: Tensor | None
@@ -148,7 +148,7 @@ class Linformer(Mechanism):
         k: Float[Tensor, "*#b m d"],
         v: Float[Tensor, "*#b m e"],
     ) -> Float[Tensor, "*b n e"]:
-        """One sequence that begins at position 0."""
+        """Return the output for one sequence that begins at position 0."""
         m = k.shape[-2]
         self._check_length(m)
         with as_given(q):
@@ -158,7 +158,7 @@ class Linformer(Mechanism):
     def mixed_tokens(
         self, x: Float[Tensor, "*b m w"]
     ) -> tuple[Float[Tensor, "*b r w"], Float[Tensor, "*b r w"], Float[Tensor, " r"], Float[Tensor, " r"]]:
-        """E x and F x, and what E and F make of a token of ones, for a layer that projects them afterwards."""
+        """Return E x and F x, and E 1 and F 1 for the biases, for a layer that projects them to keys and values."""
         m = x.shape[-2]
         self._check_length(m)
         E, F = (P[..., :m].to(x.dtype) for P in self._projections())
@@ -168,7 +168,7 @@ class Linformer(Mechanism):
     def attend_mixed(
         self, q: Float[Tensor, "*#b n d"], keys: Float[Tensor, "*#b r d"], values: Float[Tensor, "*#b r e"]
     ) -> Float[Tensor, "*b n e"]:
-        """Attention to keys and values that are mixed already."""
+        """Return attention to keys and values that E and F were already applied to."""
         return softmax(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def products(self, q, k, *, segments=None):
@@ -217,7 +217,7 @@ class Linformer(Mechanism):
         )
 
     def explain(self, q, k, v, *, segments=None):
-        keys, values = (x[..., : self.rank, :] for x in (k, v))  # as many as there are projected ones
+        keys, values = (x[..., : self.rank, :] for x in (k, v))  # stand-ins with the shape of the projected ones
         return softmax.explain(q, keys, values, SoftmaxRows(), Full(), None, self._scale(q))
 
     def extra_repr(self) -> str:
@@ -228,18 +228,18 @@ class Linformer(Mechanism):
 
 
 def _mixed(P: Float[Tensor, "*#h r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*c r w"]:
-    """P x. Heads that share P and lie beside each other in memory, as a layer leaves them, make one product.
+    """Return P x. Heads that share P and are adjacent in memory, as in the output of a layer, become one product.
 
-    Its gradient in P is then one product too, not one for each head and their sum, heads times as large as P.
+    The gradient in P is then one product too, instead of one per head and a sum over a buffer heads times as large.
     """
     if P.ndim > 2 or x.ndim < 3 or x.stride(-3) != x.shape[-1] or x.stride(-1) != 1:
-        return (P if torch.is_grad_enabled() else P.detach()) @ x  # a parameter makes torch transpose x for gradients
+        return (P if torch.is_grad_enabled() else P.detach()) @ x  # if P requires grad, torch transposes x
     rows = x.transpose(-3, -2).flatten(-2)
     return _times(P, rows).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
 
 def _times(P: Float[Tensor, "r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor, "*b r w"]:
-    """P x: torch turns a matrix times a batch into a batch times a matrix, with copies, and transposed gradients."""
+    """Return P x without torch's own path, which computes (xᵀ Pᵀ)ᵀ with copies and transposed gradients."""
     lead = x.shape[:-2]
     if prod(lead) == 1:
         return (P @ x.reshape(x.shape[-2:])).reshape(*lead, len(P), x.shape[-1])
@@ -247,7 +247,7 @@ def _times(P: Float[Tensor, "r m"], x: Float[Tensor, "*b m w"]) -> Float[Tensor,
 
 
 def _means(rank: int, length: int) -> Float[Tensor, "r N"]:
-    """Each row the mean of one piece, in float64."""
+    """Return the matrix whose rows average the pieces, in float64."""
     pieces = torch.arange(length).tensor_split(rank)
     rows = torch.zeros(rank, length, dtype=torch.float64)
     for row, piece in zip(rows, pieces, strict=True):

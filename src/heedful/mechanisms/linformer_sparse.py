@@ -6,9 +6,9 @@ matrix      [P_near, P_low] = softmax over both of [scale · Q Kᵀ where |i −
 fast        softmax over the window and softmax over the r keys E K with the values F V, joined by their log-sum-exps
 cost        2 r (n + m)(d + e) + 2 · pairs · (d + e) flops
 
-The projected keys stand for all tokens, those of the window too: the window adds what a mixture of keys can't resolve.
-The Long-Short Transformer makes its projection from the keys themselves; here it is Linformer's, so there is no causal
-form.
+The projected keys cover all tokens, including those of the window; the window adds detail that mixtures of keys cannot
+resolve. The Long-Short Transformer computes its projection from the keys; here it is Linformer's, so there is no causal
+version.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from heedful.shapes import broadcast_shapes
 
 
 class LinformerSparse(Linformer):
-    """Softmax attention to r mixtures of the keys and to the nearest keys themselves.
+    """Softmax attention to r linear combinations of the keys and to the nearest keys.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 1024, 16).unbind()
     >>> h.LinformerSparse(length=1024, rank=64, window=32)(q, k, v).shape
     torch.Size([1, 8, 1024, 16])
 
-    window   how many of the nearest keys on each side are exact, a query's own among them
-    The other options are those of `Linformer`. With fewer queries than keys, the queries are the last positions.
+    window   number of exact keys on each side, including the query's own
+
+    The other options are those of `Linformer`. If there are fewer queries than keys, they are the last positions.
     """
 
     kernel = partial_softmax
@@ -90,7 +91,7 @@ class LinformerSparse(Linformer):
             return join(low, near).to(v.dtype)
 
     def products(self, q, k, *, segments=None):
-        return Mechanism.products(self, q, k, segments=segments)  # the adjoint of the parts is their gradient in v
+        return Mechanism.products(self, q, k, segments=segments)  # the default: Aᵀ y by the gradient in v
 
     def cost(self, dims: Dims) -> Cost:
         low, reach = super().cost(dims), self.window - 1

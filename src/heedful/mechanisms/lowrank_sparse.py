@@ -1,18 +1,18 @@
 """Low rank plus sparse (Chen et al. 2021, Scatterbrain, arXiv:2110.15343): near keys exact, far keys by features.
 
 matrix      A_ij = w_ij / Σ_{l visible} w_il,   w_ij = exp(scale · q_i·k_j) where |i − j| < w,  φ(q_i)·φ(k_j) elsewhere
-fast        softmax over the window, with log Σ exp of each row (kernels/partial); linear attention of the queries
-            from w on to the keys up to m − w, which is the rest delayed by w, with the logarithm of its normaliser
-            (where queries look both ways, once more backwards in time; old keys of a cache, which all queries see, in
-            one sum); joined, o = Σ_p exp(lse_p − lse) o_p
-recurrence  k_t, v_t enter a queue of w; what leaves it enters S, z as in `Linear`; o_t joins the queue and S
+fast        softmax over the window, with log Σ exp of each row (kernels/partial); linear attention of queries i ≥ w to
+            the keys j ≤ i − w, that is, causal linear attention delayed by w, with the logarithm of its normaliser
+            (if queries see later keys, a second time in reverse order; cached keys that all queries see as far keys, in
+            one sum); combined, o = Σ_p exp(lse_p − lse) o_p
+recurrence  k_t, v_t enter a queue of length w; tokens that leave it enter S, z as in `Linear`; o_t combines queue and S
 cost        2 · pairs · (d + e) + 2(n − w)(c(r + e + 1) + 2r(e + 1)) flops; state r(e + 2) + w(d + e)
 
-Scatterbrain writes the same matrix as a low-rank one with a sparse correction, w = φφᵀ + (exp(S) − φφᵀ) on the pattern.
-Here no key is ever in both parts, so nothing is added in order to be subtracted again. One normaliser for both only
-means something where φ(q)·φ(k) is near exp(scale · q·k): positive random features, or features that were trained to be.
-Everything is kept in logarithms until the parts are joined, and each feature is on the scale of its largest key so far,
-so nothing overflows, nothing vanishes and nothing looks ahead.
+Scatterbrain writes the same matrix as low rank plus a sparse correction, w = φφᵀ + (exp(S) − φφᵀ) on the pattern. Here
+no key is in both parts, so nothing is added and subtracted again. A common normaliser makes sense only if φ(q)·φ(k) is
+close to exp(scale · q·k): use positive random features, or features trained for it. All weights are logarithms until
+the parts are combined, and each feature is scaled by its largest key so far. So weights neither overflow nor underflow,
+and they do not depend on later keys.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from heedful.validation import check_inputs, check_token
 
 
 class Queue(NamedTuple):
-    """The last w keys and values, and of those before them S = Σ φ(k) vᵀ and z = Σ φ(k), rows times exp(log_scale).
+    """The last w keys and values, and for earlier tokens S = Σ φ(k) vᵀ and z = Σ φ(k), rows times exp(log_scale).
 
-    Rows that have seen fewer tokens than others have empty places at the front of their queue.
+    Batch rows with fewer tokens than others have empty places at the front of their queue.
     """
 
     S: Float[Tensor, "*b r e"]
@@ -63,14 +63,13 @@ class LowRankSparse(RecurrentMechanism):
     >>> torch.allclose(exact(q, k, v), h.Softmax()(q, k, v), atol=1e-5)
     True
 
-    feature_map   features of the far keys, given by their logarithms: FavorPlus, FavorPlusPlus, FavorSharp, or Hedgehog
-                  once it is trained
-    window        how many of the nearest keys are exact, a query's own among them; 0 leaves linear attention
-    pattern       Causal(), or Full() where queries look both ways and the window is as wide on each side
-    scale         of q·k; that of the random features, or d^-½
+    feature_map   log features of the far keys: FavorPlus, FavorPlusPlus, FavorSharp, or a trained Hedgehog
+    window        number of exact nearest keys, including the query's own; 0 gives linear attention
+    pattern       Causal(), or Full(): queries also see later keys, with a window of the same width on each side
+    scale         factor of q·k; by default that of the random features, or d^-½
     """
 
-    kernel = attend_to_logs  # of the far part, which is most of the work
+    kernel = attend_to_logs  # kernel of the far part, which is most of the work
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class LowRankSparse(RecurrentMechanism):
 
     def _attend(self, q, k, v, segments: Tensor | None) -> Tensor:
         n, m = q.shape[-2], k.shape[-2]
-        if segments is not None:  # padding may hold anything
+        if segments is not None:  # padding may contain arbitrary numbers
             q = q.masked_fill(segments[..., m - n :, None] < 0, 0)
             k, v = (x.masked_fill(segments[..., None] < 0, 0) for x in (k, v))
         parts = [
@@ -135,7 +134,7 @@ class LowRankSparse(RecurrentMechanism):
         return join(*parts).to(v.dtype)
 
     def _logs(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithms of the features of queries and keys."""
+        """Return the log features of queries and keys."""
         return self.feature_map.log_query(q), self.feature_map.log_key(k)
 
     def _near(self) -> Window:
@@ -149,9 +148,9 @@ class LowRankSparse(RecurrentMechanism):
         return self._empty(k[..., :0, :], v[..., :0, :], torch.zeros((), dtype=torch.long, device=q.device))
 
     def _empty(self, k: Tensor, v: Tensor, length: Tensor) -> Queue:
-        """A state with a queue and nothing that has left it."""
+        """Return a state with this queue and empty S and z."""
         heads = self.feature_map.heads or 1
-        own = (heads,) if heads > 1 else ()  # heads with features of their own have a state each
+        own = (heads,) if heads > 1 else ()  # heads with separate features have one state each
         batch = broadcast_shapes(k.shape[:-2], v.shape[:-2], length.shape, own)
         r, wide = self.feature_map.dim(k.shape[-1]), state_dtype(k.dtype)
         zeros = k.new_zeros(*batch, r, v.shape[-1] + 1, dtype=wide)
@@ -166,7 +165,7 @@ class LowRankSparse(RecurrentMechanism):
         live = in_last(resolve(segments, q.shape[-2], m, q.device).key_ids)
         if segments is not None:
             k, v = (x.masked_fill(~live[..., None], 0) for x in (k, v))
-            order = live.int().argsort(dim=-1, stable=True)  # the tokens to go on with come last
+            order = live.int().argsort(dim=-1, stable=True)  # the tokens of the last segment come last
             k, v, live = take_tokens(k, order), take_tokens(v, order), live.gather(-1, order)
         cut = max(m - self.window, 0)
         state = self._empty(k[..., cut:, :], v[..., cut:, :], live.sum(-1))
@@ -174,7 +173,7 @@ class LowRankSparse(RecurrentMechanism):
             return out, self._absorb(state, k[..., :cut, :], v[..., :cut, :], live[..., :cut])
 
     def _absorb(self, state: Queue, k: Tensor, v: Tensor, real: Bool[Tensor, "*s l"]) -> Queue:
-        """The state with more tokens that have left the queue; places that are not real held none."""
+        """Return the state after tokens left the queue and were added to S and z; only `real` places held a token."""
         if not k.shape[-2]:
             return state
         wide = state.S.dtype
@@ -195,7 +194,7 @@ class LowRankSparse(RecurrentMechanism):
         v = torch.cat([state.v, v.expand(*state.v.shape[:-2], *v.shape[-2:])], -2)
         length, size = state.length + 1, k.shape[-2]
         real = torch.arange(size, device=q.device) >= size - length[..., None]
-        out = size - min(size, self.window)  # 1 where the queue is full: its first token leaves before the query looks
+        out = size - min(size, self.window)  # 1 if the queue is full: its first token then moves to S
         state = self._absorb(state, k[..., :out, :], v[..., :out, :], real[..., :out])
         state = state._replace(k=k[..., out:, :], v=v[..., out:, :], length=length)
         wide = state.S.dtype

@@ -1,18 +1,18 @@
-"""External memory (Wu et al. 2022, arXiv:2203.08913): the k nearest keys of the past, joined with local attention.
+"""External memory (Wu et al. 2022, arXiv:2203.08913): local attention plus the k nearest of all earlier keys.
 
-    matrix      A = g · A_far + (1 − g) · A_near,   g = σ(γ) of the head;   rows that have one part only: that part
-                A_near: softmax over the last w keys and one's own;   A_far: over the k largest scores before them
-    fast        causal tiles; each row falls apart into near and far, the k-th largest far score is a threshold
-    recurrence  append k_t, v_t to what is kept: everything is, since any key may be nearest to a later query
+    matrix      A = g · A_far + (1 − g) · A_near,   g = σ(γ) per head;   a row with one part only has weight 1 for it
+                A_near: softmax over the last w keys and the query's own;   A_far: over the k largest scores before them
+    fast        causal tiles; each row is split into near and far, and the k-th largest far score is a threshold
+    recurrence  append k_t, v_t to a cache of all tokens, since any key may be nearest to a later query
     cost        2 · pairs · (d + e) flops, state (d + e) · m
 
-The memory is made of keys and values that are given, never of something the mechanism holds: then A depends on q and k
-alone, two calls give the same, and gradients, segments and streams are those of any mechanism. What outlives a
-call is either the state of `prefill` and `step`, or a `KeyValueMemory`, which puts what it holds before the keys of
-the next call: n queries and l + m keys, the queries being the last, as with any cache. Near keys then
-reach into the store across the border, as those of a Transformer-XL do in the paper.
+The mechanism stores no memory itself: it attends to the keys and values of the call. So A depends on q and k alone, two
+equal calls give the same output, and gradients, segments and decoding work as for other mechanisms. Tokens persist
+between calls either in the state of `prefill` and `step`, or in a `KeyValueMemory`, which puts its tokens before the
+keys of the next call: n queries and l + m keys, with the queries last, as with any cache. The window of near keys then
+extends into the store, as in the paper's Transformer-XL.
 
-Of equal scores the earlier key is nearer. Scores are computed in float32 or better, in the matrix too (see `TopK`).
+Among equal scores the earlier key comes first. Scores are computed in float32 or better, also in `matrix` (see `TopK`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from heedful.validation import check_inputs
 
 @dataclass(frozen=True)
 class MemoryRows:
-    """Near softmax and far top-k softmax in one row; a row with nothing to see stays zero."""
+    """Row function: near softmax plus far top-k softmax; a row without visible keys is zero."""
 
     k: int
     before: int
@@ -51,7 +51,7 @@ class MemoryRows:
         gate = pick(with_axes(parameters[0], scores.ndim - 2 + len(tile.batch), 0), tile.batch)[..., None, None]
         scores = tile.lower(scores)
         near = tile.j >= tile.i - self.before
-        hide = torch.where(near, 0.0, -inf), torch.where(near, -inf, 0.0)  # adding is faster than filling by a mask
+        hide = torch.where(near, 0.0, -inf), torch.where(near, -inf, 0.0)  # adding is faster than masked_fill
         local, far = scores + hide[0].to(scores.dtype), scores + hide[1].to(scores.dtype)
         if scores.shape[-1] > self.k:
             far = far.masked_fill(~largest(far.detach(), self.k), -inf)
@@ -66,7 +66,7 @@ class MemoryRows:
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of each row, zeros where it is −∞ throughout, and which rows are not."""
+    """Return the softmax of each row, zeros if all entries are −∞, and a mask of the rows that have a finite entry."""
     some = scores.detach().amax(-1, keepdim=True) > -inf
     if some.all():
         return scores.softmax(-1), some
@@ -74,7 +74,7 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ExternalMemory(ScoreBase):
-    """Attention to the last keys, and to the k nearest of all those before.
+    """Attention to the last keys, and to the k nearest of all earlier keys.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 1000, 16).unbind()
@@ -82,7 +82,7 @@ class ExternalMemory(ScoreBase):
     >>> attend(q, k, v).shape
     torch.Size([1, 8, 1000, 16])
 
-    With a store, what earlier calls saw can be attended to as well:
+    With a store, queries also attend to the tokens of earlier calls:
 
     >>> store = h.KeyValueMemory(4096, d=16, e=16, batch=(1, 8))
     >>> for q, k, v in torch.randn(3, 3, 1, 8, 100, 16):
@@ -91,12 +91,12 @@ class ExternalMemory(ScoreBase):
     >>> len(store), out.shape
     (300, torch.Size([1, 8, 100, 16]))
 
-    before   w, how many keys before one's own are local, as in `Window`
-    k        how many of the others are looked up
-    heads    1: one gate for all heads; more: each has its own, heads being the last batch axis
+    before   w, the number of local keys before the query's own, as in `Window`
+    k        number of earlier keys to retrieve
+    heads    1: one gate for all heads; more: one gate per head, the last batch axis
     scale    factor of q·k; d^-½ by default
 
-    The gate γ is learned and starts at 0: half of the weight for each part. Which keys are looked up has no gradient.
+    The gate γ is learned and starts at 0, which gives each part half of the weight. The choice of keys has no gradient.
     """
 
     kernel = Kernel("external_memory", Backend("torch", reference.blocked, reference.objections))
@@ -151,7 +151,7 @@ class ExternalMemory(ScoreBase):
 
 
 def _normalised(z: Tensor, where: Tensor) -> Tensor:
-    """exp(z) over its sum, both over `where`; zeros where that is nothing."""
+    """Return the softmax of z over the entries of `where`; zeros if there are none."""
     z = z.masked_fill(~where, -inf)
     total = z.logsumexp(-1, keepdim=True)
     return (z - total.masked_fill(total == -inf, 0)).exp()

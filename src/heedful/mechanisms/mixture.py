@@ -1,12 +1,12 @@
-"""A mechanism for each head, or for each group of heads.
+"""One mechanism per head, or per group of heads.
 
-    matrix      A of head h is that of its own mechanism
-    fast        heads of equal mechanisms in one call each, wherever they are, and fixed heads of any kinds; joined
-    recurrence  that of every part, where all have one; the state is the tuple of theirs
-    cost        the sum of the parts', each for its share of the heads
+    matrix      A of head h is the matrix of its mechanism
+    fast        one call for all heads with equal mechanisms, adjacent or not, and one for all fixed heads; concatenated
+    recurrence  the recurrences of the parts, if all have one; the state is a tuple of their states
+    cost        the sum of the costs of the parts, each for its share of the heads
 
-The heads are the last batch axis or, where queries are grouped, the last two. Raganato et al. (2020, arXiv:2002.10260)
-give seven heads of an encoder fixed patterns and leave one to learn:
+The heads are the last batch axis or, for grouped queries, the last two. Raganato et al. (2020, arXiv:2002.10260) use
+fixed patterns in seven heads of an encoder and learned attention in one:
 Mixture([FixedPattern(kind) for kind in …] + [Softmax(Full())]).
 """
 
@@ -39,7 +39,7 @@ Piece = tuple[Mechanism, tuple[int, ...]]
 
 
 class Mixture(Mechanism):
-    """Each head its own mechanism; where all of them go token by token, so does the mixture.
+    """A different mechanism for each head. It can decode token by token if all its mechanisms can.
 
     >>> import torch, heedful as h
     >>> attend = h.Mixture([h.FixedPattern("left")] * 7 + [h.Softmax()])
@@ -49,15 +49,16 @@ class Mixture(Mechanism):
     >>> attend.groups
     (7, 1)
 
-    mechanisms   one for each head, in the order of the heads, or one for each group of heads
-    groups       how many neighbouring heads each mechanism serves; one each by default
+    mechanisms   one per head, in the order of the heads, or one per group of heads
+    groups       number of adjacent heads that each mechanism serves; one each by default
     kv_heads     for grouped queries, as from `group_heads`: q (*b, kv_heads, heads / kv_heads, n, d) and k, v
-                 (*b, kv_heads, 1, m, ·). The mechanisms go by query head, and k, v are not copied
+                 (*b, kv_heads, 1, m, ·). There is one mechanism per query head, and k, v are not copied
 
-    Heads share keys and values where k and v have a head axis of 1. Equal mechanisms become one part, which runs in one
-    call: `parts` holds each mechanism once, `index` the heads of each and `groups` how many. Mechanisms with parameters
-    or buffers are only equal to themselves, so that what one head learns stays its own. With kv_heads, heads of
-    a part share their keys where every group has as many of them; else keys are gathered for each head.
+    Heads share keys and values if k and v have a head axis of size 1. Equal mechanisms are merged into one part, which
+    runs in one call: `parts` holds each mechanism once, `index` its heads and `groups` their number. Mechanisms with
+    parameters or buffers are merged only if they are the same object, so that heads do not share learned weights by
+    accident. With kv_heads, the heads of a part share their keys if every group has equally many of them; otherwise
+    keys are copied for each head.
     """
 
     def __new__(
@@ -95,7 +96,7 @@ class Mixture(Mechanism):
 
     @property
     def heads(self) -> int:
-        """How many heads there are."""
+        """Number of heads."""
         return sum(self.groups)
 
     def takes_words(self):
@@ -111,7 +112,7 @@ class Mixture(Mechanism):
         others = [piece for piece in self._pieces() if piece not in fixed]
         outs = [part(*qkv, **given) for part, qkv, given in self._split(segments, q, k, v, pieces=others, words=words)]
         order = [heads for _, heads in others]
-        if fixed:  # in one call, whatever their kinds
+        if fixed:  # one call for all kinds
             together = tuple(sorted(head for _, heads in fixed for head in heads))
             kinds = dict(zip((head for _, heads in fixed for head in heads), _kinds_of(fixed), strict=True))
             qkv = [_take(x, -3, together) for x in (q, k, v)]
@@ -137,7 +138,7 @@ class Mixture(Mechanism):
     def row_sums(self, q, k, request, *, segments=None):
         self._check(q, k, segments=segments)
         apart = any(heads != tuple(range(heads[0], heads[0] + len(heads))) for heads in self.index)
-        if self.kv_heads is not None or apart:  # what is written into slices of heads needs neighbours on one axis
+        if self.kv_heads is not None or apart:  # row sums are written into slices of one head axis
             return super().row_sums(q, k, request, segments=segments)
         found = []
         for heads, (part, (own_q, own_k), given) in zip(self.index, self._split(segments, q, k), strict=True):
@@ -149,7 +150,7 @@ class Mixture(Mechanism):
     def cost(self, dims: Dims) -> Cost:
         width = self.heads // (self.kv_heads or 1)
         shared = dims.group_size % width == 0  # the query heads of a group share their keys
-        times = dims.group_size // width if shared else dims.group_size  # entries beside the heads that share them
+        times = dims.group_size // width if shared else dims.group_size  # other batch entries that share the keys
         stages: list[Stage] = []
         state, parameters = 0, {}  # bytes of the parameters of each part
         for part, heads in self._pieces():
@@ -221,7 +222,7 @@ class Mixture(Mechanism):
             yield part, size
 
     def _pieces(self) -> Iterator[Piece]:
-        """Each part with its heads."""
+        """Yield each part with its heads."""
         for (part, _), heads in zip(self._sized(), self.index, strict=True):
             yield part, heads
 
@@ -232,9 +233,9 @@ class Mixture(Mechanism):
         pieces: Iterable[Piece] | None = None,
         words: Tensor | None = None,
     ) -> Iterator[tuple[Mechanism, list[Tensor], dict[str, Any]]]:
-        """Each part with its heads of the tensors, of the segments and, where it takes them, of the words.
+        """Yield each part with its heads of the tensors and segments and, if the part takes them, of the words.
 
-        An axis of 1 serves all heads.
+        An axis of size 1 serves all heads.
         """
         for part, heads in self._pieces() if pieces is None else pieces:
 
@@ -251,9 +252,9 @@ class Mixture(Mechanism):
             yield part, [take(x, 2) for x in tensors], given
 
     def _take_grouped(self, x: Tensor, tail: int, heads: tuple[int, ...]) -> Tensor:
-        """Heads of a tensor with head axes (kv_heads, per group), each of them 1 where it serves all.
+        """Return heads of a tensor with head axes (kv_heads, per group); an axis of size 1 serves all heads.
 
-        The result has axes (groups, heads of a group) where every group has as many of these heads, else (heads, 1).
+        The result has axes (groups, heads of a group) if every group has equally many of these heads, else (heads, 1).
         """
         if x.ndim < tail + 2 or len(heads) == self.heads:
             return x if x.ndim != tail + 1 or x.shape[-tail - 1] == 1 else x.unsqueeze(-tail - 2)
@@ -263,13 +264,13 @@ class Mixture(Mechanism):
         columns = tuple(head % width for head in heads)
         if x.shape[-tail - 1] == 1:  # shared by the heads of a group
             return _take(x, -tail - 2, groups if each else mine.group_of_head)
-        if each and columns == columns[:each] * len(groups):  # a rectangle: views, where they are neighbours
+        if each and columns == columns[:each] * len(groups):  # the same columns in every group
             return _take(_take(x, -tail - 2, groups), -tail - 1, columns[:each])
         x = x.expand(*x.shape[: -tail - 2], self.kv_heads or 1, *x.shape[-tail - 1 :]).flatten(-tail - 2, -tail - 1)
         return _take(x, -tail - 1, heads).unflatten(-tail - 1, (len(groups), each) if each else (len(heads), 1))
 
     def _join(self, outs: list[Tensor], order: Sequence[tuple[int, ...]] | None = None) -> Tensor:
-        """The heads of all pieces again."""
+        """Concatenate the heads of all pieces, in the order of the heads."""
         if len(outs) == 1:
             return outs[0]
         back = place_of_heads(tuple(self.index if order is None else order))
@@ -283,7 +284,7 @@ class Mixture(Mechanism):
 
 
 class StreamingMixture(Mixture, RecurrentMechanism):
-    """A mixture all of whose parts go token by token; `Mixture(…)` makes one where it can."""
+    """A mixture that can decode token by token; `Mixture(…)` returns one if all its parts can."""
 
     def init_state(self, q, k, v) -> tuple[State, ...]:
         self._check(q, k, v)
@@ -309,7 +310,7 @@ class StreamingMixture(Mixture, RecurrentMechanism):
 
 
 def check_parts(mechanisms: Sequence[Mechanism]) -> None:
-    """At least one, and all of them mechanisms."""
+    """Raise unless this is a list of at least one mechanism."""
     if not isinstance(mechanisms, Sequence) or not mechanisms:
         raise TypeError(f"mechanisms: expected a list of at least one Mechanism, got {mechanisms!r}.")
     for at, mechanism in enumerate(mechanisms):
@@ -321,7 +322,7 @@ def check_parts(mechanisms: Sequence[Mechanism]) -> None:
 
 
 def all_recurrent(mechanisms: Sequence[Mechanism]) -> bool:
-    """Whether there are mechanisms and all go token by token; of what is no list, `check_parts` will tell."""
+    """True if all mechanisms can decode token by token. False for an invalid list: `check_parts` raises on it later."""
     return (
         isinstance(mechanisms, Sequence)
         and bool(mechanisms)
@@ -330,7 +331,7 @@ def all_recurrent(mechanisms: Sequence[Mechanism]) -> bool:
 
 
 def union(mechanisms: Sequence[Mechanism]) -> Pattern:
-    """Who sees whom by one mechanism at least; `Causal` where no query sees a later key."""
+    """Return the union of the patterns, or `Causal` if no query sees a later key."""
     patterns: list[Pattern] = []
     for mechanism in mechanisms:
         if mechanism.pattern not in patterns:
@@ -341,14 +342,14 @@ def union(mechanisms: Sequence[Mechanism]) -> Pattern:
 
 
 def _kinds(parts: Sequence[Mechanism], index: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-    """What `kernels/fixed_heads` calls each head, in the order of the heads."""
+    """Return the `kernel_kind` of each head, in the order of the heads."""
     pieces = list(zip(parts, index, strict=True))
     kinds = dict(zip((head for heads in index for head in heads), _kinds_of(pieces), strict=True))
     return tuple(kinds[head] for head in sorted(kinds))
 
 
 def _kinds_of(pieces: Sequence[Piece]) -> list[str]:
-    """The same for the heads of some pieces, side by side."""
+    """Return the `kernel_kind` of each head of these pieces, in the order of the pieces."""
     return [part.kernel_kind for part, heads in pieces if isinstance(part, FixedPattern) for _ in heads]
 
 
@@ -361,7 +362,7 @@ def _named(heads: tuple[int, ...]) -> str:
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """The same object, or the same type with the same options and no tensors: one call can serve both."""
+    """True if one call can serve both: the same object, or the same type with equal options and no tensors."""
     if one is other:
         return True
     if type(one) is not type(other) or any((*m.parameters(), *m.buffers()) for m in (one, other)):
@@ -371,16 +372,16 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_options(one: nn.Module, other: nn.Module) -> bool:
-    common = vars(nn.Module())  # hooks, flags and the like, which torch keeps
+    common = vars(nn.Module())  # hooks, flags and other attributes of torch
     own, its = ({name: value for name, value in vars(m).items() if name not in common} for m in (one, other))
     try:
         return bool(own == its)
-    except (RuntimeError, ValueError):  # a tensor or an array among them, which has no single answer
+    except (RuntimeError, ValueError):  # `==` of tensors or arrays has no single truth value
         return False
 
 
 def _take(x: Tensor, axis: int, heads: tuple[int, ...]) -> Tensor:
-    """Some heads of an axis of x; one of 1, or none, serves all."""
+    """Return some heads of an axis of x; an axis of size 1, or a missing one, serves all heads."""
     return x if x.ndim < -axis or x.shape[axis] == 1 else take_places(x, axis, heads)
 
 

@@ -2,12 +2,12 @@
 
 matrix      A = softmax(s · Q K̃ᵀ) Z softmax(s · Q̃ Kᵀ),   Q̃, K̃: the means of r consecutive pieces of Q and of K
             Z = Z_t of Z₀ = Wᵀ / (‖W‖₁ ‖W‖∞),  Z ← ¼ Z (13 I − W Z (15 I − W Z (7 I − W Z))),  W = softmax(s · Q̃ K̃ᵀ)
-fast        right to left: attention of the landmarks to all keys, Z, attention of all queries to the landmarks
-            the last steps of Z are taken on the r × e matrix that it is for (kernels/iterated_inverse)
+fast        right to left: attention of the landmarks to all keys, Z, attention of all queries to the landmarks;
+            the last iterations of Z are applied directly to the r × e matrix (kernels/iterated_inverse)
 cost        2 r (n + m)(d + e) + 2 r² (d + 8 e) + 2 r³ (4 t − 7) flops, t ≥ 3
 
-The mechanism is the paper's t-th iterate, not the pseudo-inverse that Z_t converges to: on a singular value σ of W it
-is a polynomial that stays small where 1/σ explodes, so nearly equal landmarks do no harm.
+The mechanism uses the paper's t-th iterate, not the pseudo-inverse that Z_t converges to. As a function of a singular
+value σ of W, the iterate is a polynomial that stays small where 1/σ is huge. So nearly equal landmarks do no harm.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Nystrom(Mechanism):
     >>> h.Nystrom(landmarks=64)(q, k, v).shape
     torch.Size([1, 8, 4096, 64])
 
-    landmarks    r; a sequence of fewer tokens has its tokens for landmarks, and A is then softmax attention up to Z.
-                 Where r does not divide the length, the first pieces are a token longer; padding is in none
-    iterations   t; the error of Z falls with the third power at each, once it is below 1
+    landmarks    r. If a sequence has fewer tokens, its tokens are the landmarks, and A is softmax attention up to the
+                 error of Z. If r does not divide the length, the first pieces are one token longer. Padding is ignored
+    iterations   t; each iteration cubes the error of Z, once it is below 1
     scale        s, the factor of q·k; d^-½ by default
 
-    16-bit inputs are raised to float32: Z amplifies what rounding did to the factors beside it. The depthwise
-    convolution over v that the paper adds to the output is a layer of its own and is not part of it.
+    16-bit inputs are converted to float32, because Z amplifies the rounding errors of the other factors. The depthwise
+    convolution over v that the paper adds to the output is a separate layer and not part of the mechanism.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Nystrom(Mechanism):
 
         @torch.no_grad()
         def transposed(y):
-            """The factors, transposed, in the other order."""
+            """The transposed factors in reverse order."""
             wide = torch.promote_types(q.dtype, torch.float32)
             Q, K = q.to(wide), k.to(wide)
             with as_given(q):
@@ -153,7 +153,7 @@ class Nystrom(Mechanism):
 
 
 def landmarks(x: Float[Tensor, "*b n d"], count: int) -> Float[Tensor, "*b r d"]:
-    """Means of `count` consecutive pieces, the first ones a token longer where `count` does not divide n.
+    """Return the means of `count` consecutive pieces; if `count` does not divide n, the first are one token longer.
 
     >>> landmarks(torch.arange(5.0)[:, None], 2).flatten()
     tensor([1.0000, 3.5000])
@@ -162,7 +162,7 @@ def landmarks(x: Float[Tensor, "*b n d"], count: int) -> Float[Tensor, "*b r d"]
 
 
 def with_landmarks(x: Float[Tensor, "*b n d"], count: int) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b r d"]]:
-    """x, by way of its pieces, and their means: two gradients that meet at the pieces are added in one pass."""
+    """Return x and the means of its pieces, computed so that autograd adds their two gradients in one pass."""
     count = min(count, x.shape[-2])
     size, longer = divmod(x.shape[-2], count)
     if not longer:

@@ -1,4 +1,4 @@
-"""Perceiver latents (Jaegle et al. 2021, arXiv:2103.03206; IO: 2107.14795): r latents attend, think, and are read.
+"""Perceiver latents (Jaegle et al. 2021, arXiv:2103.03206; IO: 2107.14795): attention through r learned latents.
 
 matrix      A = R P_t ⋯ P_1 C,  so rank A ≤ r, and rows sum to 1
             cross-attend  C = softmax(s · L Kᵀ),  X = L + C K,  with latents L ∈ R^{r×d}
@@ -7,10 +7,10 @@ matrix      A = R P_t ⋯ P_1 C,  so rank A ≤ r, and rows sum to 1
 fast        right to left: C [K, V] in one pass over the keys, t rounds of r × r, then n queries with r keys
 cost        2r(m(2d + e) + n(d + e)) + 2t r(2d² + r(2d + e)) flops
 
-A latent holds two things that move together: X, an address in the space of the keys, from which all weights come, and
-values, which the same weights carry along. So the output is linear in v. In the paper both are one array, with MLPs in
-between, and the residual is a sum; for the values it is a mean here, which keeps rows at 1. There is no causal form:
-each latent has seen the whole sequence.
+A latent has two parts: an address X in the space of the keys, which determines all weights, and a value, to which the
+same weights apply. So the output is linear in v. In the paper both are one array, with MLPs in between, and the
+residual is a sum; here the residual of the values is a mean, so that rows sum to 1. There is no causal version: each
+latent depends on the whole sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 
 
 class Perceiver(Mechanism):
-    """Attention by way of r learned latents: linear in the length, of rank r at most.
+    """Attention through r learned latents: cost linear in the length, rank at most r.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
@@ -44,12 +44,12 @@ class Perceiver(Mechanism):
 
     d         width of queries and keys
     latents   r; each is a learned query to the sequence
-    rounds    t, how often the latents attend to each other
-    heads     1: all heads share the parameters; more: each has its own, heads being the last batch axis
+    rounds    t, the number of rounds in which the latents attend to each other
+    heads     1: all heads share the parameters; more: separate parameters per head, the last batch axis
     scale     s, the factor of every score; d^-½ by default
-    seed      of the parameters: L from N(0, 1), W and U from N(0, 1/d)
+    seed      seed of the parameters: L from N(0, 1), W and U from N(0, 1/d)
 
-    16-bit inputs are raised to float32: three softmaxes in a row would each round what the last one gave.
+    16-bit inputs are converted to float32, because three softmaxes in sequence would accumulate rounding errors.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Perceiver(Mechanism):
             return self._apart(lambda weights, q, k, x: self._dense(weights, q, k) @ x, q, k, unit, segments)
 
     def _dense(self, weights: Weights, q: Tensor, k: Tensor) -> Tensor:
-        """The definition, for one sequence."""
+        """Return A of one sequence, by the definition."""
         if k.shape[-2] == 0:
             return q.new_zeros(*broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], 0)
         wide, s = torch.promote_types(q.dtype, torch.float32), self._scale()
@@ -106,7 +106,7 @@ class Perceiver(Mechanism):
         return self._apart(self._attend, q, k, v, segments)
 
     def _attend(self, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One sequence by the fast path."""
+        """Return the output for one sequence, by the fast path."""
         if k.shape[-2] == 0:
             return nothing_seen(q, k, v, *weights)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -129,7 +129,7 @@ class Perceiver(Mechanism):
         v: Float[Tensor, "*#b m e"],
         segments: Segments | None,
     ) -> Float[Tensor, "*b n e"]:
-        """Each sequence with latents of its own."""
+        """Run each sequence with separate latents."""
         weights = self.L, self.W, self.U
         if segments is None:
             return attend(weights, q, k, v)
@@ -168,7 +168,7 @@ class Perceiver(Mechanism):
         if dims.m == 0:
             return Cost(flops=0, bytes=dims.io_bytes)
         r, d, e = self.latents, dims.d, dims.e
-        own = dims.states(self.heads)  # latents that attend to keys of their own
+        own = dims.states(self.heads)  # sets of latents: one per sequence of keys
         parameters = self.L.numel() + self.W.numel() + self.U.numel()
         return Cost.of_stages(
             Stage("latents read keys", 2 * own * r * dims.m * (2 * d + e), own * r * dims.m),
@@ -179,7 +179,7 @@ class Perceiver(Mechanism):
 
     def explain(self, q, k, v, *, segments=None):
         wide = torch.promote_types(q.dtype, torch.float32)
-        keys, values = (x[..., : self.latents, :].to(wide) for x in (k, v))  # as many as there are latents
+        keys, values = (x[..., : self.latents, :].to(wide) for x in (k, v))  # stand-ins with the shape of the latents
         return softmax.explain(q.to(wide), keys, values, SoftmaxRows(), Full(), None, self._scale())
 
     def extra_repr(self) -> str:

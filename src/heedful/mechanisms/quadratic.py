@@ -2,14 +2,14 @@
 
     matrix      A_ij = f(scale · q_i·k_j) / z_i over visible j
                 z_i = Σ_j |f|  (l1) · √Σ_j f²  (l2) · number of visible keys  (length) · 1  (None)
-    fast        the same by tiles that the pattern allows, inside residue classes, or over lists of neighbours
+    fast        the same by tiles that the pattern allows, by residue classes, or over lists of visible keys
     recurrence  a cache of the keys and values that later queries may see
     cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 
-The exponential under l1 or l2 is computed from scores less their row's largest, so that it can't overflow.
-relu² with "length" is the attention of the gated attention unit (Hua et al. 2022, arXiv:2202.10447). The code in its
-appendix divides q·k by n inside the square, 1/n² in all; here it is 1/(n d), with n the keys that a query sees, as Su
-2022 (kexue.fm/archives/8934) has it: weights then do not vanish with the length.
+With l1 or l2, the exponential is computed from scores minus the row maximum, so that it cannot overflow. relu² with
+"length" is the attention of the gated attention unit (Hua et al. 2022, arXiv:2202.10447). The code in its appendix
+divides q·k by n inside the square, a factor 1/n². Here the factor is 1/(n d), with n the number of visible keys, as in
+Su 2022 (kexue.fm/archives/8934): the output then does not vanish with growing length.
 """
 
 from __future__ import annotations
@@ -38,18 +38,26 @@ Normaliser = Literal["l1", "l2", "length"]
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)²."""
+    """max(x, 0)².
+
+    >>> relu2(torch.tensor([-1.0, 2.0]))
+    tensor([0., 4.])
+    """
     return x.relu().square()
 
 
 def no_activation(x: Tensor) -> Tensor:
-    """x itself: weights are the scores."""
+    """x itself: weights are the scores.
+
+    >>> no_activation(torch.tensor([-1.0, 2.0]))
+    tensor([-1.,  2.])
+    """
     return x
 
 
 @dataclass(frozen=True)
 class QuadraticRows:
-    """f of the scores, divided by the chosen norm of the row; a row of zeros stays zero."""
+    """Row function: f of the scores, divided by the chosen norm of the row; a row of zeros stays zero."""
 
     activation: Callable[[Tensor], Tensor]
     normalise: Normaliser | None
@@ -84,7 +92,7 @@ class QuadraticRows:
 
 
 def _below_top(scores: Tensor) -> Tensor:
-    """Scores less the largest of their row: the same weights once normalised, and no overflow."""
+    """Return scores minus the row maximum: the same normalised weights, without overflow."""
     top = scores.detach().amax(-1, keepdim=True)
     return scores - top.masked_fill(top == -torch.inf, 0)
 
@@ -94,7 +102,7 @@ def _or_one(total: Tensor) -> Tensor:
 
 
 def _kernel(name: str, by_class: Callable, by_list: Callable, by_tile: Callable) -> Kernel:
-    """Softmax's backends that take any row function."""
+    """Return a kernel with those backends of softmax that take any row function."""
     tiles = Backend("torch", by_tile, reference.objections)
     inside = Kernel(f"{name} inside residue classes", tiles)
     return Kernel(
@@ -106,7 +114,7 @@ def _kernel(name: str, by_class: Callable, by_list: Callable, by_tile: Callable)
 
 
 class Quadratic(ScoreBase):
-    """Weights f(scale · q·k), by default relu² over the number of visible keys.
+    """Attention with weights f(scale · q·k); by default relu² divided by the number of visible keys.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 4, 100, 16).unbind()

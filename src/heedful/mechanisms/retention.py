@@ -1,12 +1,12 @@
-"""Retention (Sun et al. 2023, arXiv:2307.08621): linear attention whose memory fades by λ a token.
+"""Retention (Sun et al. 2023, arXiv:2307.08621): linear attention whose state decays by λ per token.
 
 matrix      A_ij = λ^{i−j} φ(q_i)·φ(k_j) / z_i,  j ≤ i;  z_i = Σ_{l≤i} λ^{i−l} φ(q_i)·φ(k_l), or 1
 fast        chunks of c, the decay carried in logarithms
 recurrence  S_t = λ S_{t-1} + φ(k_t) v_tᵀ,  o_t = S_tᵀφ(q_t) / z_t·φ(q_t)
 cost        2n(c(r + e) + 2re) flops, state r(e + 1), or re without normaliser
 
-The paper rotates q and k before (a layer's rotary positions do that), and divides scores by √d and by norms of D and of
-the rows, which the group norm after it takes out again; none of these is part of A here.
+The paper also rotates q and k (here the layer's rotary positions do that) and divides scores by √d and by norms of D
+and of the rows (the following group norm cancels these). None of this is part of A here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from heedful.shapes import Float, Tensor
 
 
 class Retention(LinearBase):
-    """Linear attention with decay: one λ for all heads, or one for each.
+    """Linear attention with decay: one λ for all heads, or one per head.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 4, 1000, 16).unbind()
     >>> h.Retention(torch.tensor([0.9, 0.95, 0.99, 1.0]))(q, k, v).shape
     torch.Size([1, 4, 1000, 16])
 
-    Normalised, it takes positive features (elu + 1) by default; not normalised, q·k itself, as in the paper.
+    The default features are elu + 1 with normalisation, and q and k themselves without, as in the paper.
     """
 
     log_lambda: Tensor

@@ -1,12 +1,12 @@
 """A weighted sum of mechanisms, with weights that are fixed, learned or gated.
 
-    matrix      A = Σ_p g_p A_p;   g = w,  σ(w) each by itself,  or softmax(w) over the parts
-    fast        Σ_p g_p (A_p v), each part by its own fast path
-    recurrence  that of every part, where all have one; the state is the tuple of theirs
-    cost        the sum of the parts'
+    matrix      A = Σ_p g_p A_p;   g = w,  σ(w) elementwise,  or softmax(w) over the parts
+    fast        Σ_p g_p (A_p v), each part by its fast path
+    recurrence  the recurrences of the parts, if all have one; the state is a tuple of their states
+    cost        the sum of the costs of the parts
 
-Two parts under a softmax are the gate of the Memorizing Transformer (Wu et al. 2022, arXiv:2203.08913, §3.2):
-g A_1 + (1 − g) A_2 with g = σ(w_1 − w_2), one for each head.
+Two parts with a softmax gate give the gate of the Memorizing Transformer (Wu et al. 2022, arXiv:2203.08913, §3.2):
+g A_1 + (1 − g) A_2 with g = σ(w_1 − w_2), one g per head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gate = Literal["sigmoid", "softmax"]
 
 
 class Sum(Mechanism):
-    """Σ g_p A_p over mechanisms; where all of them go token by token, so does the sum.
+    """The weighted sum Σ g_p A_p of mechanisms. It can decode token by token if all its parts can.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
@@ -39,10 +39,10 @@ class Sum(Mechanism):
     >>> gated.weights.shape, gated(q, k, v).shape
     (torch.Size([2, 8]), torch.Size([2, 8, 100, 16]))
 
-    weights   numbers or a tensor, (parts,) or (parts, heads); an nn.Parameter is learned, all else stays as it is. By
-              default 1 for each part or, under a gate, learned and 0 at the start
+    weights   numbers or a tensor, (parts,) or (parts, heads); an nn.Parameter is learned, other weights are fixed.
+              Default: 1 for each part; with a gate, learned weights that start at 0
     gate      None: the weights as they are; "sigmoid": each between 0 and 1; "softmax": positive, summing to 1
-    heads     for how many heads the default weights of a gate are; 1 serves all alike
+    heads     number of heads of the default weights of a gate; 1: all heads share them
     """
 
     weights: Tensor
@@ -100,7 +100,7 @@ class Sum(Mechanism):
         return self
 
     def shares(self) -> Float[Tensor, " p"] | Float[Tensor, "p h"]:
-        """g, the factor of each part, for all heads or for each."""
+        """g, the factor of each part, for all heads or per head."""
         return self._gated(self.weights)
 
     def _gated(self, w: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Sum(Mechanism):
         return w.sigmoid() if self.gate == "sigmoid" else w.softmax(0)
 
     def _factors(self, like: Tensor) -> Tensor:
-        """g in the precision of a tensor (*batch, rows, columns), with the axes to multiply it."""
+        """Return g in the precision of `like` (*batch, rows, columns), with axes that broadcast against it."""
         w = self.weights.to(like.dtype)
         w = w if w.ndim == 2 else w[:, None]
         return self._gated(w)[..., None, None] if like.ndim > 2 else self._gated(w)[..., None]
@@ -141,7 +141,7 @@ class Sum(Mechanism):
         states = [cost.state for cost in costs if cost.state is not None]
         return Cost.of_stages(
             *(stage for cost in costs for stage in cost.stages),
-            bytes=dims.io_bytes + sum(cost.bytes - dims.io_bytes for cost in costs),  # inputs need reading once
+            bytes=dims.io_bytes + sum(cost.bytes - dims.io_bytes for cost in costs),  # inputs are read once
             state=sum(states) if isinstance(self, RecurrentMechanism) else None,
         )
 
@@ -157,7 +157,7 @@ class Sum(Mechanism):
             yield part
 
     def _add(self, outs: Iterable[Tensor]) -> Tensor:
-        """Σ g_p out_p, in float32 or better, rounded once."""
+        """Return Σ g_p out_p, computed in float32 or better and rounded once."""
         total = None
         for at, out in enumerate(outs):
             dtype, out = out.dtype, out.to(torch.promote_types(out.dtype, torch.float32))
@@ -185,7 +185,7 @@ class Sum(Mechanism):
 
 
 class StreamingSum(Sum, RecurrentMechanism):
-    """A sum all of whose parts go token by token; `Sum(…)` makes one where it can."""
+    """A sum that can decode token by token; `Sum(…)` returns one if all its parts can."""
 
     def init_state(self, q, k, v) -> tuple[State, ...]:
         return tuple(part.init_state(q, k, v) for part in self._streams())

@@ -5,8 +5,8 @@
     recurrence  a cache of the keys and values that later queries may see
     cost        2 · pairs · (d + e) flops, state (d + e) · remembered keys
 
-Of equal scores the earlier key comes first. Scores are computed in float32 or better, in the matrix too: which keys are
-kept must not depend on a rounding to bfloat16. With k or fewer visible keys it is plain softmax.
+Among equal scores the earlier key comes first. Scores are computed in float32 or better, also in `matrix`, so that the
+selection of keys does not depend on rounding to bfloat16. With k or fewer visible keys, this is softmax attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from heedful.validation import check_inputs
 
 @dataclass(frozen=True)
 class TopKRows:
-    """Softmax over the k largest scores; a row with nothing to see stays zero."""
+    """Row function: softmax over the k largest scores; a row without visible keys is zero."""
 
     k: int
     bias: None = None
@@ -48,7 +48,7 @@ class TopKRows:
 
 
 def largest(scores: Float[Tensor, "*b r c"], k: int) -> Bool[Tensor, "*b r c"]:
-    """The k largest of each row, the first of equal ones. (`topk` alone breaks ties as it likes.)"""
+    """Return a mask of the k largest entries per row, the first among equal ones (`topk` breaks ties arbitrarily)."""
     least = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
     kept = scores >= least
     if bool((kept.sum(-1) > k).any()):
@@ -70,7 +70,7 @@ class TopK(ScoreBase):
             [0.0000, 0.5000, 0.5000, 0.0000],
             [0.0000, 0.5000, 0.5000, 0.0000]])
 
-    The gradient is that of the kept weights: which keys are kept has none.
+    Gradients flow through the weights of the selected keys; the selection itself has no gradient.
     """
 
     kernel = Kernel("top_k", Backend("torch", reference.blocked, reference.objections))

@@ -1,7 +1,7 @@
-"""The best rank-r approximation of another mechanism: the floor under every low-rank one (Eckart & Young 1936).
+"""The best rank-r approximation of another mechanism: a lower bound on every low-rank error (Eckart & Young 1936).
 
 matrix      A_r = Σ_{i≤r} σ_i u_i v_iᵀ,   A = Σ σ_i u_i v_iᵀ the inner mechanism's matrix, σ₁ ≥ σ₂ ≥ …
-fast        none: A is formed and its SVD taken in float32 or better, O(N³) time and O(N²) memory
+fast        none: A is materialised and its SVD computed in float32 or better, O(N³) time and O(N²) memory
 gradient    in the basis of u and v, i ≤ r < j:  G_ij ← (σ_i² G_ij + σ_i σ_j G_ji) / (σ_i² − σ_j²), G_ji likewise
 cost        the inner scores + (6 N + 20 s) s² for the SVD, s = min(n, m), N = max(n, m), + 2 n m (r + e) flops
 """
@@ -24,20 +24,20 @@ from heedful.validation import check_inputs
 
 
 class TruncatedSVD(Mechanism):
-    """A_r of another mechanism's matrix A: no matrix of rank r is nearer to it. A baseline for study, not for use.
+    """The nearest matrix of rank r to another mechanism's A. A baseline for studies, not for production.
 
     >>> import torch, heedful as h
     >>> q, k = torch.randn(2, 50, 8).unbind()
     >>> torch.linalg.matrix_rank(h.TruncatedSVD(4, h.Softmax(h.Full())).matrix(q, k)).item()
     4
 
-    rank    r; A itself where min(n, m) is not larger
-    inner   the mechanism; exact softmax attention of every query to every key by default
+    rank    r; if min(n, m) ≤ r, the result is A itself
+    inner   the mechanism to approximate; by default exact softmax attention of every query to every key
 
-    The pattern is Full whatever that of `inner` is: the best approximation of a causal matrix is not causal. Where
-    σ_r = σ_{r+1} there are several best ones; the one that the SVD returns is given, and A_r has no derivative there:
-    the terms that would be infinite are left out. What `inner` refuses (more queries than keys, where it is causal) is
-    refused here.
+    The pattern is always Full, because the best approximation of a causal matrix is not causal. If σ_r = σ_{r+1}, the
+    best approximation is not unique: the result is the one that the SVD returns. A_r has no derivative there, and the
+    infinite terms of the gradient are dropped. Inputs that `inner` rejects, such as more queries than keys for a causal
+    one, are rejected here too.
     """
 
     def __init__(self, rank: int, inner: Mechanism | None = None):
@@ -72,7 +72,7 @@ class TruncatedSVD(Mechanism):
         learns = any(x.requires_grad for x in (q, k, *self.inner.parameters()))
 
         def nearest() -> Tensor:
-            """One SVD for all products, except for those that are to be differentiated in q or k."""
+            """Return A_r, cached for all products, except for products that need gradients in q or k."""
             if kept and not (learns and torch.is_grad_enabled()):
                 return kept[0]
             with as_given(q):
@@ -84,9 +84,9 @@ class TruncatedSVD(Mechanism):
         return Products(_product(nearest), _product(lambda: nearest().mT))
 
     def _nearest(self, q: Tensor, k: Tensor) -> Float[Tensor, "*b n m"]:
-        """A_r in float32 or better."""
+        """Return A_r in float32 or better."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        A = self.inner.matrix(q.to(wide), k.to(wide))  # q·k may leave the range of float16
+        A = self.inner.matrix(q.to(wide), k.to(wide))  # q·k may exceed the range of float16
         return A if A.numel() == 0 else _BestOfRank.apply(A, self.rank)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor | None, segments: Segments | None) -> None:
@@ -107,10 +107,10 @@ class TruncatedSVD(Mechanism):
 
 
 class _BestOfRank(torch.autograd.Function):
-    """A ↦ A_r, with the derivative that needs a gap between σ_r and σ_{r+1} only.
+    """A ↦ A_r, with a derivative that needs a gap only between σ_r and σ_{r+1}.
 
-    That of torch.linalg.svd divides by every difference σ_i² − σ_j², also where u_i and u_j are both kept or both
-    dropped and the quotient has no say.
+    The derivative of torch.linalg.svd divides by every difference σ_i² − σ_j², also if u_i and u_j are both kept or
+    both dropped, where the quotient does not affect A_r.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _BestOfRank(torch.autograd.Function):
         M = left @ Vh.mT
         i, j = sigma[..., :, None], sigma[..., None, :]
         across = kept[:, None] != kept
-        larger = torch.where(kept[:, None], i, j)  # σ of the kept one, in either order
+        larger = torch.where(kept[:, None], i, j)  # the σ of the pair that is kept
         gap = (i - j).abs() * (i + j)
         mixed = (larger**2 * M + i * j * M.mT) / torch.where(across & (gap > 0), gap, 1)
         inside = torch.where(across & (gap > 0), mixed, torch.where(kept[:, None] | kept, M, 0))

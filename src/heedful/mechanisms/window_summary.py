@@ -1,15 +1,16 @@
-"""A window, sinks, and one mean key and value for all between (RazorAttention, Tang et al. 2024, arXiv:2407.15891).
+"""A window, sinks, and one mean key and value for the keys in between (RazorAttention, Tang et al. 2024,
+arXiv:2407.15891).
 
-matrix      A_ij = exp(scale · q_i·k_j) / Z_i for j ∈ N_i: the first s keys and the last w before i, with its own
-            A_ij = exp(scale · q_i·k̄_i) / Z_i for j ∈ D_i, the keys between, k̄_i their mean
+matrix      A_ij = exp(scale · q_i·k_j) / Z_i for j ∈ N_i: the first s keys, the last w keys before i, and i itself
+            A_ij = exp(scale · q_i·k̄_i) / Z_i for j ∈ D_i, the keys in between, k̄_i their mean
             Z_i = Σ_{j ∈ N_i} exp(scale · q_i·k_j) + |D_i| exp(scale · q_i·k̄_i)
-fast        softmax over N_i with log Σ exp of each row (kernels/partial), joined with one key k̄_i of weight |D_i|;
+fast        softmax over N_i with log Σ exp of each row (kernels/partial), combined with one key k̄_i of weight |D_i|;
             means by prefix sums
-recurrence  s + w keys and values; the key that leaves the window enters the sums of keys and of values
+recurrence  s + w keys and values; a key that leaves the window is added to the sums of keys and of values
 cost        2 · pairs · (d + e) + 2(m + 2n)(d + e) flops, state (s + w + 1)(d + e)
 
-Every key left out gets the weight that the mean key would have, so nothing of the sum of values is lost: where keys
-between are alike, this is softmax. RazorAttention gives the summary to heads that do not retrieve.
+Every key in between gets the weight of the mean key, so all values contribute to the output. If these keys are equal,
+the result is exact softmax attention. RazorAttention uses the summary in heads that do not retrieve.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from heedful.validation import check_inputs, check_token
 
 
 class Summary(NamedTuple):
-    """Keys and values that are exact, with their positions (-1: an empty place), and the sums of all that have left."""
+    """Exact keys and values, with their positions (-1: empty place), and the sums of those that left the window."""
 
     k: Float[Tensor, "*#b l d"]
     v: Float[Tensor, "*#b l e"]
@@ -41,7 +42,7 @@ class Summary(NamedTuple):
 
 
 class WindowSummary(RecurrentMechanism):
-    """Exact weights for the nearest keys and the first, and one summary for all between.
+    """Exact weights for the nearest and the first keys, and one summary for the keys in between.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 1, 8, 1024, 16).unbind()
@@ -50,8 +51,8 @@ class WindowSummary(RecurrentMechanism):
     >>> torch.allclose(h.WindowSummary(before=1024)(q, k, v), h.Softmax()(q, k, v), atol=1e-5)
     True
 
-    before   exact keys before a query's own
-    sinks    exact keys at the start
+    before   number of exact keys before the query's own
+    sinks    number of exact keys at the start
     scale    factor of q·k; d^-½ by default
     """
 
@@ -86,14 +87,14 @@ class WindowSummary(RecurrentMechanism):
         if isinstance(segments, tuple):
             return per_segment(self, q, k, v, segments)
         with as_given(q):
-            if segments is not None:  # padding may hold anything
+            if segments is not None:  # padding may contain arbitrary numbers
                 q = q.masked_fill(segments[..., k.shape[-2] - q.shape[-2] :, None] < 0, 0)
                 k, v = (x.masked_fill(segments[..., None] < 0, 0) for x in (k, v))
             near = partial_softmax(q, k, v, self.near, segments, self._scale(q))
             return join(near, self._between(q, k, v, segments)).to(v.dtype)
 
     def _between(self, q, k, v, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The mean value of the keys between, and the logarithm of their weight."""
+        """Return the mean value of the keys in between, and the logarithm of their total weight."""
         n, m = q.shape[-2], k.shape[-2]
         layout = resolve(segments, n, m, q.device)
         count = (layout.query_positions - self.near.before - self.near.sinks).clamp(min=0)
@@ -101,7 +102,7 @@ class WindowSummary(RecurrentMechanism):
             first = torch.full_like(layout.query_positions, min(self.near.sinks, m))
         else:
             count = torch.where(layout.query_ids >= 0, count, 0)
-            order = layout.key_ids.argsort(dim=-1, stable=True)  # each segment one run
+            order = layout.key_ids.argsort(dim=-1, stable=True)  # makes each segment contiguous
             k, v = take_tokens(k, order), take_tokens(v, order)
             place = torch.empty_like(order).scatter_(-1, order, torch.arange(m, device=q.device).expand_as(order))
             first = (place - layout.key_positions)[..., m - n :] + self.near.sinks
@@ -158,7 +159,7 @@ class WindowSummary(RecurrentMechanism):
         return out, self._forget(state._replace(k=k, v=v, positions=at, length=state.length + 1))
 
     def _forget(self, state: Summary) -> Summary:
-        """Give up one place where there are too many: an empty one, or that of the oldest key behind the sinks."""
+        """Remove one place if there are too many: an empty one, or the oldest key that is not a sink."""
         size = state.positions.shape[-1] - 1
         if size < self.near.before + self.near.sinks:
             return state
@@ -196,7 +197,7 @@ class WindowSummary(RecurrentMechanism):
 def _mean(
     x: Float[Tensor, "*b m w"], first: Int[Tensor, "*s n"], count: Int[Tensor, "*s n"]
 ) -> Float[Tensor, "*b n w"]:
-    """Means of `count` tokens of x from `first` on; zeros where there are none."""
+    """Return the means of `count` tokens of x from `first` on; zeros if `count` is 0."""
     sums = torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0))
     total = take_tokens(sums, first + count) - take_tokens(sums, torch.where(count > 0, first, 0 * first))
     return torch.where(count[..., None] > 0, total / count.clamp(min=1)[..., None], 0)

@@ -1,12 +1,12 @@
 """Multi-head attention: projections around any mechanism.
 
-q, k, v     x W_q, c W_k, c W_v  split into heads, turned to their positions where there is a `rope`; c is x itself
-            or the context; heads that read no q and k (fixed patterns) have no columns in W_q, and none in W_k unless
-            another head of their group reads
-forward     [A(q, k) v for each head, joined] W_o
-streaming   the mechanism's own recurrence, with the position of each row's next token beside it
-Linformer   mixes tokens by E and F, which commute with projections: where that is less work, c is mixed first,
-            E (c W) = (E c) W
+q, k, v     x W_q, c W_k, c W_v  split into heads and, with a `rope`, rotated by position; c is x or the context. Heads
+            that read no q and k (fixed patterns) have no columns in W_q. They have none in W_k either, unless another
+            head of their group reads k
+forward     [A(q, k) v of all heads, concatenated] W_o
+streaming   the mechanism's recurrence, and the position of each row's next token
+Linformer   applies E and F to tokens, which commute with projections, E (c W) = (E c) W; the layer applies them before
+            the projections if that is less work
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from heedful.words import check_takes_words
 
 @runtime_checkable
 class HeadProjection(Protocol):
-    """Builds a projection into heads; `Orthogonal`, `Hadamard` and `Gaussian` do, and a `partial` of them."""
+    """Builds a projection into heads: `Orthogonal`, `Hadamard`, `Gaussian`, or a `partial` of one of them."""
 
     def __call__(
         self, in_features: int, heads: int, head_dim: int, *, seed: int, device: Any, dtype: torch.dtype | None
@@ -48,7 +48,7 @@ class HeadProjection(Protocol):
 
 
 class AttentionState(NamedTuple):
-    """What `step` needs: the mechanism's own state, and the position of the next token of each row."""
+    """The state for `step`: the mechanism's state, and the position of the next token of each row."""
 
     inner: State
     position: Int[Tensor, "*s"]
@@ -68,28 +68,28 @@ class Attention(nn.Module):
     True
 
     mechanism     any Mechanism; Softmax(Full()) for an encoder or for cross-attention
-    kv_heads      heads of k and v (grouped queries, Ainslie et al. 2023, arXiv:2305.13245); `heads` by default. Where
-                  they are fewer, the mechanism sees head axes (kv_heads, heads / kv_heads), and k, v are not copied
+    kv_heads      heads of k and v (grouped queries, Ainslie et al. 2023, arXiv:2305.13245); `heads` by default. With
+                  fewer, the mechanism gets head axes (kv_heads, heads / kv_heads), and k, v are not copied
     head_dim      width of a head of q and k; embed_dim / heads by default
     value_dim     width of a head of v; head_dim by default
     context_dim   width of the context; embed_dim by default
-    bias          biases in the projections
-    rope          a Rope(head_dim) that turns q and k
+    bias          True: the projections have biases
+    rope          a Rope(head_dim) that rotates q and k by position
     projection    builds each projection from (width in, width out); by default a learned nn.Linear
-    qk            builds q_proj and k_proj, in place of `projection`, without biases. Frozen orthogonal ones:
+    qk            builds q_proj and k_proj in place of `projection`, without biases. For frozen orthogonal projections:
 
                   >>> frozen = h.nn.Attention(64, heads=8, qk=h.nn.Orthogonal)
                   >>> [name for name, _ in frozen.named_parameters()]
                   ['v_proj.weight', 'out_proj.weight']
 
-    seed          of what qk draws, one for queries and another for keys follow from it; by default from torch's
+    seed          seed for `qk`; queries and keys get different seeds derived from it. By default it comes from torch's
                   generator, like learned weights, so that layers differ
 
-    The projections q_proj, k_proj, v_proj, out_proj are plain submodules: assign another to replace one, as in
+    The projections q_proj, k_proj, v_proj, out_proj are plain submodules. Assign a module to replace one, as in
     layer.q_proj = h.nn.LoRA(layer.q_proj, rank=4).
 
-    Heads whose mechanism reads no queries and keys have none: q_proj and k_proj are narrower then, or None. Which heads
-    have them is fixed when the layer is built: `query_heads` and `key_heads`.
+    Heads whose mechanism ignores queries and keys get none: q_proj and k_proj are then narrower, or None. The
+    constructor decides which heads have them and stores the result in `query_heads` and `key_heads`.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class Attention(nn.Module):
         segments: Segments | None = None,
         words: Int[Tensor, "*s m"] | None = None,
     ) -> Float[Tensor, "*b n embed"]:
-        """Attention of x to itself, or to the context.
+        """Return the attention of x to itself, or to the context.
 
-        segments are those of x, (*b, n); with a context they are a pair, ids of x and ids of the context. Under a
-        pattern that knows positions, and for a rope, x is the last n positions of the context, as after a cache.
+        segments   ids of x, (*b, n); with a context, a pair: ids of x and ids of the context
+        words      word ids of the context or, without one, of x, (*b, m), for a mechanism with word-based heads
 
-        words are the word ids of the tokens attended to, (*b, m), for a mechanism with word-based heads.
+        If the pattern or a rope uses positions, x holds the last n positions of the context, as after a cache.
 
         >>> import torch, heedful as h
         >>> heads = h.Mixture([h.FixedPattern("previous"), h.FixedPattern("next"), h.Softmax(h.Full())])
@@ -190,9 +190,9 @@ class Attention(nn.Module):
     def prefill(
         self, x: Float[Tensor, "*b n embed"], *, segments: Int[Tensor, "*s n"] | None = None
     ) -> tuple[Float[Tensor, "*b n embed"], AttentionState]:
-        """`forward`, and the state after it. No tokens (n = 0) are a start too.
+        """Return the output of `forward` and the state after it. n = 0 gives the initial state.
 
-        Under segments each row goes on with its last segment, wherever its padding is.
+        With segments, each row continues its last segment, wherever its padding is.
         """
         mechanism = self._recurrent()
         self._check(x, None, segments)
@@ -204,7 +204,7 @@ class Attention(nn.Module):
     def step(
         self, state: AttentionState, x: Float[Tensor, "*b 1 embed"]
     ) -> tuple[Float[Tensor, "*b 1 embed"], AttentionState]:
-        """One token more: its output, and the new state."""
+        """Process one token: return its output and the new state."""
         mechanism = self._recurrent()
         self._check(x, None, None)
         if x.shape[-2] != 1:
@@ -216,27 +216,27 @@ class Attention(nn.Module):
     def queries(
         self, x: Float[Tensor, "*b n embed"], positions: Int[Tensor, "*s n"] | None = None
     ) -> Float[Tensor, "*b h n d"]:
-        """The queries of x by heads; `keys_and_values`, the mechanism and `join` do the rest of `forward`.
+        """Return the queries of x, split into heads. `keys_and_values`, the mechanism and `join` complete `forward`.
 
-        positions   of the tokens, for a layer with a rope
+        positions   positions of the tokens, for a layer with a rope
         """
         return self._read("q_proj", self.q_proj, x, self.query_heads, positions, x)
 
     def keys_and_values(
         self, context: Float[Tensor, "*b m context"], positions: Int[Tensor, "*s m"] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the context by heads."""
+        """Return keys and values of the context, split into heads."""
         v = self._split("v_proj", self.v_proj(context), self.kv_heads, self.value_dim)
         return self._read("k_proj", self.k_proj, context, self.key_heads, positions, v), v
 
     def join(self, out: Float[Tensor, "*b h n e"]) -> Float[Tensor, "*b n embed"]:
-        """Tokens from the outputs of the heads."""
+        """Return the layer's output tokens from the outputs of the heads."""
         return self._join(out)
 
     def cost(self, n: int, m: int | None = None, *, batch: int = 1) -> Cost:
-        """What a forward pass over n tokens takes: projections, the stages of the mechanism, the output projection.
+        """Return the cost of a forward pass over n tokens: projections, stages of the mechanism, output projection.
 
-        m   tokens of a context; None is self-attention
+        m   number of tokens in the context; None for self-attention
 
         >>> layer = Attention(512, heads=8)
         >>> for stage in layer.cost(1024).stages:
@@ -253,7 +253,7 @@ class Attention(nn.Module):
             n, keys, self.head_dim, self.value_dim, batch * self.heads, number, group_size=self.heads // self.kv_heads
         )
         attention = self.mechanism.cost(inner)
-        projected, stages = keys, attention.stages  # tokens that k_proj and v_proj see
+        projected, stages = keys, attention.stages  # tokens that k_proj and v_proj project
         if self._mixes_first(keys):
             assert isinstance(self.mechanism, Linformer)
             projected = self.mechanism.rank
@@ -273,7 +273,7 @@ class Attention(nn.Module):
         )
 
     def _project(self, x, context, query_positions, key_positions):
-        """q, k, v by heads, turned to their positions, grouped."""
+        """Return q, k, v split into heads, rotated by position, and grouped."""
         self._check_readers()
         v = self._split("v_proj", self.v_proj(context), self.kv_heads, self.value_dim)
         q = self._read("q_proj", self.q_proj, x, self.query_heads, query_positions, v)
@@ -281,7 +281,7 @@ class Attention(nn.Module):
         return (q, k, v) if self.kv_heads == self.heads else group_heads(q, k, v)
 
     def _mixes_first(self, m: int) -> bool:
-        """Whether tokens are mixed before they are projected: all is linear, and it is less work."""
+        """True if the layer applies Linformer's E and F before the projections: all are linear, and it is less work."""
         mechanism, linear = self.mechanism, (type(p) is nn.Linear for p in (self.k_proj, self.v_proj))
         if not isinstance(mechanism, Linformer) or mechanism.heads > 1 or self.rope is not None or not all(linear):
             return False
@@ -290,7 +290,7 @@ class Attention(nn.Module):
         return r * (mixing + self.context_dim * into) < m * into * (self.context_dim + r)
 
     def _mixed(self, x: Tensor, context: Tensor) -> Tensor:
-        """What the heads of a Linformer give, from tokens that are mixed first."""
+        """Return the outputs of the heads of a Linformer, with E and F applied before the projections."""
         assert isinstance(self.mechanism, Linformer)
         self._check_readers()
         for_keys, for_values, *ones = self.mechanism.mixed_tokens(context)
@@ -309,7 +309,7 @@ class Attention(nn.Module):
         positions: Tensor | None,
         v: Tensor,
     ) -> Tensor:
-        """q or k by heads, turned to their positions, with zeros for the heads that read none."""
+        """Return q or k split into heads and rotated by position, with zeros for heads that ignore them."""
         if projection is None:
             return v.new_zeros(()).expand(*x.shape[:-2], len(reads), x.shape[-2], self.head_dim)
         own = self._split(name, projection(x), sum(reads), self.head_dim)
@@ -331,14 +331,14 @@ class Attention(nn.Module):
         return self.out_proj(out.transpose(-3, -2).flatten(-2))
 
     def _with_heads(self, segments: Segments | None) -> Segments | None:
-        """Segments, or word ids, with the head axes that the mechanism sees."""
+        """Return segments or word ids with the head axes that the mechanism expects."""
         axes = 1 if self.kv_heads == self.heads else 2
         if isinstance(segments, tuple):
             return _spaced(segments[0], axes), _spaced(segments[1], axes)
         return None if segments is None else _spaced(segments, axes)
 
     def _check_readers(self) -> None:
-        """Raise where the mechanism, assigned anew, reads a head that has no queries."""
+        """Raise if a newly assigned mechanism reads the queries of a head that has none."""
         reads = self.mechanism.reads_qk(self.heads)
         missing = [head for head, (wants, has) in enumerate(zip(reads, self.query_heads, strict=True)) if wants > has]
         if missing:
@@ -357,7 +357,7 @@ class Attention(nn.Module):
         return self.mechanism
 
     def _check(self, x: Tensor, context: Tensor | None, segments: Segments | None) -> None:
-        """Raise an error in the words of this layer, before those of the mechanism."""
+        """Raise errors that name the arguments of this layer, before the mechanism raises errors about q, k and v."""
         _check_tokens("x", x, self.embed_dim)
         if context is not None:
             _check_tokens("context", context, self.context_dim)
@@ -395,19 +395,19 @@ class Attention(nn.Module):
 
 
 def _of_mixed(projection: Any, mixed: Float[Tensor, "*b r c"], ones: Float[Tensor, " r"]) -> Float[Tensor, "*b r o"]:
-    """E (c W + b) = (E c) W + (E 1) b, of which the projection itself gives (E c) W + b."""
+    """Return E (c W + b) = (E c) W + (E 1) b. The projection itself computes (E c) W + b."""
     out = projection(mixed)
     return out if projection.bias is None else out + ((ones - 1)[:, None] * projection.bias).to(out.dtype)
 
 
 _views: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
-"""The last tensors that were given head axes, how many, and the results."""
+"""Cache of `_spaced`: the last tensors of ids, the number of head axes, and the results."""
 
 
 def _spaced(ids: Int[Tensor, "*b n"], axes: int) -> Tensor:
-    """The ids with head axes of 1 before the last; the same tensor for each layer of a model.
+    """Return the ids with head axes of size 1 before the last axis; all layers of a model get the same tensor.
 
-    Kernels keep what they find out about a tensor of segments, so a new view for each layer would have them ask again.
+    Kernels cache what they compute from a tensor of segments. A new view in each layer would miss that cache.
     """
     for given, count, view in _views:
         if given() is ids and count == axes:
@@ -419,7 +419,7 @@ def _spaced(ids: Int[Tensor, "*b n"], axes: int) -> Tensor:
 
 
 def _spread(x: Float[Tensor, "*b r n d"], reads: tuple[bool, ...]) -> Float[Tensor, "*b h n d"]:
-    """The heads of x at their places among all heads, zeros at the others."""
+    """Return a tensor with all heads: the heads of x in their places, zeros in the others."""
     parts, start = [], 0
     for some, run in groupby(reads):
         size = len(list(run))

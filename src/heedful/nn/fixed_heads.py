@@ -1,11 +1,11 @@
-"""Several fixed patterns in one product with their matrix, for batches of short sequences.
+"""Several fixed patterns by one product with their materialised matrix, for batches of short sequences.
 
-matrix      A of head h is that of FixedPattern(kinds[h])
-fast        A v, A formed once for each batch: it depends on segments and words alone, so that all layers share it
+matrix      A of head h is the matrix of FixedPattern(kinds[h])
+fast        A v; A is materialised once per batch: it depends on segments and words alone, so all layers share it
 cost        2 · heads · n · m · e flops
 
-`FixedPattern` takes O(n) work for n tokens but many small launches under segments; for sentences of a hundred tokens
-one product is quicker.
+`FixedPattern` takes O(n) work for n tokens, but many small launches under segments. For sentences of about a hundred
+tokens one product is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heedful.validation import check_inputs
 
 
 class FixedHeads(Mechanism):
-    """A fixed pattern for each head, by products with a matrix that is kept until the next batch.
+    """One fixed pattern per head, by products with a matrix that is cached until the next batch.
 
     >>> import torch, heedful as h
     >>> heads = h.nn.FixedHeads(["previous", "next"])
@@ -30,14 +30,14 @@ class FixedHeads(Mechanism):
     >>> torch.allclose(heads(v, v, v), h.Mixture([h.FixedPattern("previous"), h.FixedPattern("next")])(v, v, v))
     True
 
-    kinds   one kind of FixedPattern for each head
-    words   whether the heads count words: then the call must give the ids of words, as for FixedPattern
+    kinds   one kind of FixedPattern per head
+    words   True if the heads count words; each call must then pass word ids, as for FixedPattern
     """
 
     def __init__(self, kinds: Sequence[str], *, words: bool = False):
         super().__init__((FixedPattern("next")).pattern)
         for kind in kinds:
-            FixedPattern(kind)  # an unknown kind is refused here
+            FixedPattern(kind)  # raises on an unknown kind
         self.kinds = tuple(kinds)
         self.words = words
         self._kept: tuple[list[Tensor], tuple, Tensor] | None = None
@@ -69,9 +69,9 @@ class FixedHeads(Mechanism):
     def _matrix_of_batch(
         self, q: Tensor, k: Tensor, dtype: torch.dtype, segments: Segments | None, words: Tensor | None
     ) -> Tensor:
-        """The matrix, formed anew unless segments, words and shapes are those of the last call.
+        """Return the matrix, from the cache if segments, words and shapes are those of the last call.
 
-        The tensors of the last call are held, so that no others can take their place in memory.
+        The cache holds a reference to the tensors of the last call, so that no new tensor can reuse their memory.
         """
         ids = segments if isinstance(segments, tuple) else (segments,)
         held = [x for x in (*ids, words) if x is not None]
@@ -92,5 +92,5 @@ class FixedHeads(Mechanism):
 
 
 def _head(x: Tensor, at: int) -> Tensor:
-    """One head of x, of its only head where it has one for all."""
+    """Return one head of x; a head axis of size 1 serves all heads."""
     return x[..., at : at + 1, :, :] if x.shape[-3] > 1 else x

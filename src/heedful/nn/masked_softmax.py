@@ -1,10 +1,10 @@
-"""Softmax attention over padded batches of short sequences, without waiting for the device.
+"""Softmax attention over padded batches of short sequences, without synchronising with the GPU.
 
-matrix      that of Softmax(pattern)
-fast        torch's fused kernel with a dense mask of 0 and −∞; under segments it is formed once a batch for all layers
+matrix      the matrix of Softmax(pattern)
+fast        torch's fused kernel with a dense mask of 0 and −∞; under segments, all layers share one mask per batch
 
-`Softmax` avoids dense masks and looks at the segments, which waits for the device. For sentences of a hundred tokens
-the mask is small, and a step that never waits can be captured in a CUDA graph.
+`Softmax` avoids dense masks, but it reads the segments on the CPU, which synchronises with the GPU. For sentences of
+about a hundred tokens the mask is small, and a step without synchronisation can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from heedful.validation import check_inputs
 
 
 class MaskedSoftmax(Softmax):
-    """Softmax whose segments and patterns are a dense mask.
+    """Softmax attention that turns segments and pattern into a dense mask.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
@@ -47,9 +47,9 @@ class MaskedSoftmax(Softmax):
 
 
 def mask_of(pattern: Pattern, n: int, m: int, segments: Segments | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to the scores of q, and 1 for the queries that see a key, 0 for the others.
+    """Return the mask to add to the scores of q, and a factor per query: 1 if it sees a key, else 0.
 
-    Under segments the last masks are kept, so that the layers of a model share one.
+    Under segments the last masks are cached, so that all layers of a model share them.
     """
     make = partial(_mask, pattern, n, m, segments, q)
     return make() if segments is None else recent((_mask, pattern, n, m, q.dtype), segments, make)
@@ -57,11 +57,12 @@ def mask_of(pattern: Pattern, n: int, m: int, segments: Segments | None, q: Tens
 
 @torch.no_grad()
 def _mask(pattern: Pattern, n: int, m: int, segments: Segments | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask, formed.
+    """Compute the mask and the factor.
 
-    A query that sees nothing is given all keys, and the factor 0 removes the result: a row of −∞ would be NaN.
+    The mask shows all keys to a query that sees nothing, because a row of −∞ would give NaN; the factor 0 then makes
+    its output zero.
     """
-    if segments is not None and isinstance(pattern, Full):  # positions, which take a sort, do not matter
+    if segments is not None and isinstance(pattern, Full):  # skips the positions, which need a sort
         queries, keys = segments if isinstance(segments, tuple) else (segments[..., m - n :], segments)
         sees = (queries[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
     else:

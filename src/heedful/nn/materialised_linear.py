@@ -1,13 +1,13 @@
-"""Linear attention by its matrix, for batches of short sequences, without waiting for the device.
+"""Linear attention by its materialised matrix, for batches of short sequences, without synchronising with the GPU.
 
-matrix      that of Linear
+matrix      the matrix of Linear
 fast        W = φ(q) φ(k)ᵀ over the visible keys,  W v / Σ_j W_ij
-logs        where the map gives log φ:  W_ij = exp(a_i + b_j) φ'(q_i)·φ'(k_j) with the largest features a_i and b_j
-            taken out;  A = softmax_j(log φ'(q_i)·φ'(k_j) + b_j), in which a_i cancels
+logs        if the map returns log φ:  W_ij = exp(a_i + b_j) φ'(q_i)·φ'(k_j), with the largest log features a_i and b_j
+            factored out;  A = softmax_j(log φ'(q_i)·φ'(k_j) + b_j), in which a_i cancels
 cost        2 · n · m · (r + e) flops
 
-Linear attention is less work for long sequences. For sentences of a hundred tokens its kernels are many small launches,
-and they look at the segments, which waits for the device.
+`Linear` does less work for long sequences. For sentences of about a hundred tokens its kernels are many small launches,
+and they read the segments on the CPU, which synchronises with the GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from heedful.patterns import Causal, Pattern
 from heedful.validation import check_inputs
 
 LEAST = 1e-30
-"""Products of features are at least this in the logarithm: a weight of 0 has no gradient."""
+"""Lower bound on products of features inside the logarithm, because a weight of 0 has no gradient."""
 
 
 class MaterialisedLinear(Linear):
-    """Normalised linear attention whose calls form the matrix.
+    """Normalised linear attention that materialises its matrix in each call.
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()

@@ -1,7 +1,7 @@
-"""torch's multi-head attention with any mechanism inside.
+"""torch's multi-head attention with any mechanism.
 
-q, k, v     the input projections, split into heads; then a learned key and value, and a zero key and value, where
-            the constructor asked for them
+q, k, v     the input projections, split into heads; then, with add_bias_kv and add_zero_attn, a learned and a zero key
+            and value
 default     softmax(q kᵀ / √d + masks) v, by `Softmax`: masks are its bias, the causal mask is its pattern
 mechanism   A(q, k) v, with the key padding mask as segments
 """
@@ -35,27 +35,28 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> layer(torch.randn(2, 100, 64)).shape
     torch.Size([2, 100, 64])
 
-    Without a mechanism it is exact softmax attention and takes every mask that torch's takes. With one:
-    key_padding_mask becomes segments; attn_mask is refused, except the causal one (with is_causal=True) under a causal
-    pattern, which says the same; add_bias_kv and add_zero_attn are refused, for their keys have no position.
+    Without a mechanism it is exact softmax attention and accepts every mask that torch's accepts. With a mechanism:
+      - key_padding_mask becomes segments.
+      - attn_mask raises an error, except the causal mask (with is_causal=True) for a mechanism with a causal pattern.
+      - add_bias_kv and add_zero_attn raise an error, because their keys have no position.
 
-    What differs from torch, on purpose:
-      - A query with nothing to attend to gets weights of zero, so the output is out_proj's bias. torch gives NaN on
-        some of its paths.
-      - attn_mask is what counts; is_causal is a hint that it is the causal mask, and saves half the work where that is
-        so. (torch looks at the hint on some paths and at the mask on others, which differ where the hint is wrong, and
-        differ with add_bias_kv or add_zero_attn even where it is right.) Compiled code trusts the hint.
-      - With a mechanism, padded queries of self-attention come out as out_proj's bias: padding attends to nothing.
+    Intended differences from torch:
+      - A query without visible keys gets zero weights, so its output is out_proj's bias. torch returns NaN on some of
+        its paths.
+      - attn_mask determines the result. is_causal is a hint that attn_mask is the causal mask; if it is, the hint saves
+        half the work. (torch uses the hint on some paths and the mask on others. The results differ if the hint is
+        wrong and, with add_bias_kv or add_zero_attn, even if it is right.) Compiled code trusts the hint.
+      - With a mechanism, the output of padded queries in self-attention is out_proj's bias: padding attends to nothing.
 
-    need_weights=True (torch's default), and dropout > 0 in training, form the n × m weights of `mechanism.matrix`: what
-    is returned, and what is dropped from, are the weights applied. Otherwise nothing of that size is made, apart from
-    masks: a boolean attn_mask becomes a float one, and an attn_mask with a key_padding_mask one for each batch entry.
+    need_weights=True (torch's default) and dropout > 0 in training materialise the n × m weights of `mechanism.matrix`:
+    the returned weights, and the weights that dropout acts on, are those applied to the values. Otherwise the only
+    tensors of this size are masks: a boolean attn_mask becomes a float mask, and an attn_mask with a key_padding_mask
+    becomes one mask per batch entry.
 
     Why a subclass: parameters, their names, their initialisation and `isinstance` checks elsewhere are torch's by
-    construction. The danger is that nn.TransformerEncoderLayer in eval mode reads the weights of its self_attn and
-    calls a fused softmax, without calling self_attn at all. It does so only where `_qkv_same_embed_dim` is True, so
-    here that is always False; and since nn.TransformerEncoder may hand its layers nested tensors all the same, those
-    are taken too.
+    construction. The risk is that nn.TransformerEncoderLayer in eval mode reads the weights of its self_attn and calls
+    a fused softmax, without calling self_attn at all. It does so only if `_qkv_same_embed_dim` is True, so here that is
+    always False. nn.TransformerEncoder may still pass nested tensors to its layers, so this class accepts them.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         words: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and weights (None unless asked for), shaped as torch's.
+        """Return output and weights (None unless requested), with torch's shapes.
 
-        words are the word ids of the keys, (batch, m) as key_padding_mask, for a mechanism with word-based heads.
+        words   word ids of the keys, (batch, m) like key_padding_mask, for a mechanism with word-based heads
         """
         if words is not None:
             self._check_words(query, key, words, is_causal)
@@ -150,7 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (out, weights) if batched else (out[0], weights[0])
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Projected, (batch, heads, tokens, head_dim)."""
+        """Return the projected inputs, (batch, heads, tokens, head_dim)."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if self.in_proj_weight is None:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -167,7 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
 
     def _with_extra_keys(self, x: Tensor, learned: Tensor | None) -> Tensor:
-        """x (batch, heads, m, head_dim) with the learned token and the zero token behind it, where there are such."""
+        """Append the learned token and the zero token, if the layer has them, to x (batch, heads, m, head_dim)."""
         rows = [] if learned is None else [learned.to(x.dtype).view(self.num_heads, 1, self.head_dim)]
         rows += [x.new_zeros(self.num_heads, 1, self.head_dim)] if self.add_zero_attn else []
         return torch.cat([x, *(row.expand(len(x), -1, -1, -1) for row in rows)], -2) if rows else x
@@ -175,7 +176,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
     ):
-        """What nn.TransformerEncoder makes of a padded batch: rows of their own lengths, in one nested tensor."""
+        """Run on a nested tensor with rows of different lengths: nn.TransformerEncoder makes it of a padded batch."""
         if not (query is key and key is value and self.batch_first and query.layout == torch.strided):
             raise ValueError(
                 "query: a nested tensor, expected one strided nested tensor as query, key and value, and "
@@ -247,10 +248,10 @@ def _softmax(
     is_causal: bool,
     dtype: torch.dtype,
 ) -> Softmax:
-    """Softmax under torch's masks, for n queries, m keys and `extra` keys behind them that no mask hides.
+    """Return softmax attention under torch's masks, for n queries, m keys and `extra` final keys that no mask hides.
 
-    The padding mask is a bias (batch, 1, 1, m) rather than segments: torch's padding hides keys and leaves positions
-    and padded queries as they are, and one bias serves a whole batch in one tile.
+    The padding mask becomes a bias (batch, 1, 1, m), not segments: torch's padding hides keys but does not change
+    positions or padded queries, and with a bias the whole batch runs in one tile.
     """
     causal = is_causal and attn_mask is not None and n == m and not extra and _is_causal(attn_mask)
     masks = [None if causal else attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None]]
@@ -265,7 +266,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether a mask hides what comes later and nothing else; compared by blocks of rows, to make nothing large."""
+    """True if a mask hides exactly the later keys; compared in blocks of rows, to avoid large temporaries."""
     if torch.compiler.is_compiling():
         return True
     n = mask.shape[-1]
@@ -279,7 +280,7 @@ def _is_causal(mask: Tensor) -> bool:
 
 
 def _segments(key_padding_mask: Tensor, n: int, aligned: bool) -> Segments:
-    """The padding mask for a mechanism: `aligned` where queries and keys are one sequence."""
+    """Return the segments of a padding mask; `aligned` is True if queries and keys are one sequence."""
     hidden = key_padding_mask
     if hidden.dtype != torch.bool:
         hidden = hidden == -torch.inf
@@ -293,7 +294,7 @@ def _segments(key_padding_mask: Tensor, n: int, aligned: bool) -> Segments:
 
 
 def _check_masks_of(mechanism: Mechanism, attn_mask: Tensor | None, is_causal: bool) -> None:
-    """Raise unless the mechanism's own pattern already is what the masks ask for."""
+    """Raise unless the mechanism's pattern already is the one that the masks describe."""
     if is_causal and not mechanism.pattern.is_causal:
         raise ValueError(
             f"is_causal: True, but {mechanism!r} lets queries see later keys. Expected a mechanism with a causal "

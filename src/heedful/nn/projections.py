@@ -1,23 +1,23 @@
-"""Projections into heads that are drawn once and never trained, and low-rank updates of any projection.
+"""Random projections into heads that are never trained, and low-rank updates of any projection.
 
 learned      nn.Linear: y = W x, W trained
-Gaussian     W_ci ~ N(0, 1/D), independent: the control that has the scale of the others but no structure
+Gaussian     W_ci ~ N(0, 1/D), independent: a control with the scale of the others but without structure
 Orthogonal   the rows of each head's block are orthonormal and uniform (Haar): QR of a Gaussian, signs corrected; or,
              with per_head=False, all rows of all heads are orthonormal to each other
-Hadamard     the same from three rounds of signs, H and, where D is no power of two, a permutation: O(D log D), nothing
-             stored but those
+Hadamard     the same from three rounds of signs, H and, if D is not a power of two, a permutation: O(D log D); only
+             signs and permutations are stored
 LoRA         W x + (α/r) B A x,  A (r × D),  B zero at the start (Hu et al. 2021, arXiv:2106.09685)
 
 Scale. D is the width of a token x. A row w of unit length gives Var(w·x) = Var(x) for x with independent entries, so
-q and k are on the scale of x. The scores x_iᵀ W_qᵀ W_k x_j of two such tokens have variance Var(x)² ‖W_qᵀ W_k‖²_F, and
-orthonormal rows make that exactly Var(x)² d for a head of width d, however W_q and W_k lie to each other; after the
-mechanism's 1/√d it is Var(x)². A Gaussian W has this on average. Hence no factor √(D/d), which would keep |x| instead
-of its entries' size (Johnson–Lindenstrauss) and multiply the scores by D/d. nn.Linear starts at Var(W) = 1/(3D), where
-scores are a third as large: gain=3**-0.5 gives the same start.
+q and k have the scale of x. The scores x_iᵀ W_qᵀ W_k x_j of two such tokens have variance Var(x)² ‖W_qᵀ W_k‖²_F. With
+orthonormal rows this is exactly Var(x)² d for a head of width d, for every pair W_q and W_k; after the mechanism's 1/√d
+it is Var(x)². A Gaussian W has this variance on average. So there is no factor √(D/d): it would preserve the length |x|
+instead of the size of its entries (Johnson–Lindenstrauss) and multiply the scores by D/d. nn.Linear starts at
+Var(W) = 1/(3D), where scores are a third as large; gain=3**-0.5 gives the same start.
 
-What freezing costs. With W_q and W_k fixed, the scores of given tokens have no parameter left: what the layer attends
-to is learned before it, in x, or by LoRA. W_q = W_k would make the scores symmetric and positive semidefinite, so
-queries and keys must be drawn from different seeds, as `Attention(…, qk=…)` does.
+Cost of freezing. With W_q and W_k fixed, the scores of given tokens have no parameters. The layer can learn what to
+attend to only through earlier layers, in x, or through LoRA. W_q = W_k would make the scores symmetric and positive
+semidefinite, so queries and keys need different seeds, as `Attention(…, qk=…)` gives them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ from heedful.random_features.projections import orthonormal_columns, walsh_hadam
 from heedful.shapes import Float, Tensor
 
 ROUNDS = 3
-"""Of signs and H, as in Yu et al. 2016 (arXiv:1610.09072); after a single one, every entry has the same size."""
+"""Rounds of signs and H, as in Yu et al. 2016 (arXiv:1610.09072); after one round, all entries have the same size."""
 
 
 class FrozenProjection(nn.Module, ABC):
-    """A drawn linear map from in_features to heads · head_dim: tensors that are buffers, saved but never trained.
+    """Base class of random linear maps from in_features to heads · head_dim, stored in buffers: saved, never trained.
 
-    The draw depends on the seed alone: it is made in float64 on the CPU and then rounded, so that a seed means the same
-    on every device and in every precision.
+    The map depends on the seed alone. It is drawn in float64 on the CPU and then rounded, so that a seed gives the same
+    map on every device and in every precision.
+
+    >>> import torch, heedful as h
+    >>> project = h.nn.Orthogonal(64, heads=4, head_dim=8, seed=0)
+    >>> isinstance(project, h.nn.FrozenProjection), project.dense().shape, list(project.parameters())
+    (True, torch.Size([32, 64]), [])
     """
 
     def __init__(self, in_features: int, heads: int, head_dim: int, seed: int, gain: float):
@@ -64,7 +69,7 @@ class FrozenProjection(nn.Module, ABC):
 
     @abstractmethod
     def redraw(self, seed: int) -> None:
-        """Another draw of the same law, in place."""
+        """Draw a new map from the same distribution, in place."""
 
     def extra_repr(self) -> str:
         gain = "" if self.gain == 1 else f", gain={self.gain:.4g}"
@@ -72,7 +77,7 @@ class FrozenProjection(nn.Module, ABC):
 
 
 class _Dense(FrozenProjection):
-    """W stored."""
+    """A projection that stores W."""
 
     weight: Tensor
 
@@ -97,13 +102,13 @@ class _Dense(FrozenProjection):
 
 
 class Gaussian(_Dense):
-    """Entries N(0, 1/in_features), frozen: the control for `Orthogonal`.
+    """Frozen projection with entries N(0, 1/in_features): the control for `Orthogonal`.
 
     >>> project = Gaussian(64, heads=8, head_dim=8, seed=0)
     >>> project(torch.randn(2, 10, 64)).shape, list(project.parameters())
     (torch.Size([2, 10, 64]), [])
 
-    gain   a factor on all of it; see the head of this file for what 1 means
+    gain   factor of W; the scale section at the top of this file explains gain=1
     """
 
     def __init__(
@@ -125,16 +130,17 @@ class Gaussian(_Dense):
 
 
 class Orthogonal(_Dense):
-    """Orthonormal rows, uniformly drawn and frozen: each head's own, or those of all heads together.
+    """Frozen projection with uniformly drawn orthonormal rows, per head or over all heads.
 
     >>> project = Orthogonal(64, heads=8, head_dim=8, seed=0, dtype=torch.float64)
     >>> W = project.dense().unflatten(0, (8, 8))[3]
     >>> torch.allclose(W @ W.mT, torch.eye(8).double()), list(project.parameters())
     (True, [])
 
-    per_head   True: heads are drawn independently, and their subspaces overlap by chance; needs head_dim ≤ in_features.
-               False: one orthogonal map cut into heads, which then share nothing; needs heads · head_dim ≤ in_features
-    gain       a factor on all of it; see the head of this file for what 1 means
+    per_head   True: heads are drawn independently, so their subspaces may overlap; needs head_dim ≤ in_features.
+               False: one orthogonal map is split into heads with orthogonal subspaces; needs heads · head_dim ≤
+               in_features
+    gain       factor of W; the scale section at the top of this file explains gain=1
     """
 
     def __init__(
@@ -161,23 +167,23 @@ class Orthogonal(_Dense):
 
 
 class Hadamard(FrozenProjection):
-    """Orthonormal rows in O(D log D) and without a stored matrix, frozen; D = in_features.
+    """Frozen projection with orthonormal rows in O(D log D), without a stored matrix; D = in_features.
 
     >>> project = Hadamard(96, heads=6, head_dim=16, seed=0, dtype=torch.float64)
     >>> W = project.dense()
     >>> torch.allclose(W @ W.mT, torch.eye(96).double()), sum(x.numel() for x in project.buffers())
     (True, 576)
 
-    One round multiplies by random signs and by the orthogonal Walsh–Hadamard matrix H. Where D is no power of two it is
-    the sum of several, 96 = 64 + 32: each part of a token has an H of its own width, and a random permutation before
-    each round mixes the parts. So the map is orthogonal for every width, without padding.
+    One round multiplies by random signs and by the orthogonal Walsh–Hadamard matrix H. If D is not a power of two, it
+    is split into powers of two, such as 96 = 64 + 32. Each part of a token has an H of its width, and a random
+    permutation before each round mixes the parts. So the map is orthogonal for every width, without padding.
 
-    Heads are cut from one map of D outputs while they fit, then from the next: heads of one map are orthogonal to each
-    other. The rows are not uniform directions but signed patterns that come close to them as D grows. On a CPU it takes
-    less time than a dense matrix from a width of about 1,000 on (benchmarks/projections.py).
+    Each map has D outputs, which are split into heads; more heads use further maps. Heads of the same map are
+    orthogonal to each other. The rows are not uniform directions but signed patterns that approach them as D grows. On
+    a CPU it is faster than a dense matrix from a width of about 1,000 (benchmarks/projections.py).
 
-    per_head   True: a map for each head, at `heads` times the work
-    gain       a factor on all of it; see the head of this file for what 1 means
+    per_head   True: a separate map per head, at `heads` times the work
+    gain       factor of W; the scale section at the top of this file explains gain=1
     """
 
     signs: Tensor
@@ -217,7 +223,7 @@ class Hadamard(FrozenProjection):
         return rows[..., : self.out_features].to(_linear_dtype(x))
 
     def _rotate(self, x: Float[Tensor, "*b n"]) -> Float[Tensor, "*b maps n"]:
-        """Every map's D outputs."""
+        """Return the D outputs of every map."""
         x = x[..., None, :].expand(*x.shape[:-1], *self.signs.shape[-2:])
         for turn, signs in enumerate(self.signs.to(x.dtype)):
             if self.order is not None:
@@ -227,9 +233,9 @@ class Hadamard(FrozenProjection):
         return x
 
     def materialise(self, dtype: torch.dtype | None = None) -> None:
-        """Multiply tokens of this dtype by W from now on: quicker at small widths, in particular on a GPU.
+        """Store W and use it for tokens of this dtype: faster at small widths, in particular on a GPU.
 
-        W is kept beside the signs and not saved; `redraw` and a move to another device drop it.
+        W is not saved in the state_dict; `redraw` and a move to another device drop it.
         """
         self._matrix = self.dense().to(dtype or self.signs.dtype).contiguous()
 
@@ -252,7 +258,7 @@ class Hadamard(FrozenProjection):
 
 
 class LoRA(nn.Module):
-    """Any projection with a trained update of low rank, (α/r) B A, which is zero at the start.
+    """Any projection plus a trained low-rank update (α/r) B A, which starts at zero.
 
     >>> adapted = LoRA(Orthogonal(64, heads=8, head_dim=8, seed=0), rank=4)
     >>> [(name, tuple(p.shape)) for name, p in adapted.named_parameters()]
@@ -261,11 +267,11 @@ class LoRA(nn.Module):
     >>> type(layer).__name__, layer.weight.requires_grad
     ('Linear', False)
 
-    base    a frozen projection, an nn.Linear, another LoRA, or any module with the widths below. It is taken as it is:
-            freeze a learned one with base.requires_grad_(False)
+    base    a frozen projection, an nn.Linear, another LoRA, or any module with the widths below. LoRA does not freeze
+            it: to freeze a learned one, call base.requires_grad_(False)
     rank    r
     alpha   α; r by default, which makes the factor 1
-    in_features, out_features   the widths of a base that is none of these
+    in_features, out_features   widths of the base, if it is another kind of module
     """
 
     in_features: int
@@ -300,7 +306,7 @@ class LoRA(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The start: B = 0, and A on the scale at which A x is on that of x."""
+        """Set B = 0 and draw A at a scale where A x has the scale of x."""
         nn.init.normal_(self.A, std=self.in_features**-0.5)
         nn.init.zeros_(self.B)
 
@@ -309,9 +315,9 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> nn.Linear:
-        """One nn.Linear that computes the same, trained where the base's weight is.
+        """Return one nn.Linear that computes the same. It is trainable if the base's weight is.
 
-        This LoRA stays what it was: to undo a merge, put it back.
+        This LoRA is unchanged: to undo a merge, assign it again.
         """
         base = self.base.merge() if isinstance(self.base, LoRA) else self.base
         if not isinstance(base, nn.Linear | _Dense):
@@ -338,7 +344,7 @@ class LoRA(nn.Module):
 
 
 def token_flops(projection: nn.Module | None) -> int:
-    """Flops of projecting one token: a multiply-add for each weight of its matrices, or fast Hadamard transforms."""
+    """Return the flops of projecting one token: two per weight of its matrices, or those of Hadamard transforms."""
     flops = 0
     for module in () if projection is None else projection.modules():
         if isinstance(module, Hadamard):
@@ -351,7 +357,7 @@ def token_flops(projection: nn.Module | None) -> int:
 
 
 def seeds(seed: int | None, count: int) -> list[int]:
-    """Seeds that follow from one; without one, from torch's generator, as the start of learned weights does."""
+    """Return `count` seeds derived from `seed`; if it is None, from torch's generator, like learned weights."""
     if seed is None:
         return torch.randint(2**62, (count,), device="cpu").tolist()
     return torch.randint(2**62, (count,), generator=_generator(seed), device="cpu").tolist()
@@ -366,7 +372,7 @@ def _normal(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def _linear_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer would return: the other projections of a layer do, and all must agree."""
+    """Return the dtype that nn.Linear would return (autocast): all projections of a layer must agree."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

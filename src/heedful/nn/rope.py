@@ -17,7 +17,7 @@ from heedful.shapes import Float, Int, Tensor
 
 
 class Rope(nn.Module):
-    """Turns each pair of numbers of a token by an angle that grows with its position.
+    """Rotary positions: rotates each pair of numbers of a token by an angle proportional to its position.
 
     >>> import torch
     >>> rope, x = Rope(8), torch.randn(2, 4, 10, 8)
@@ -26,14 +26,15 @@ class Rope(nn.Module):
     True
 
     d             width of the input
-    base          the slowest pair turns once in about 2π · base positions
-    width         rotate the first `width` numbers and leave the rest alone (GPT-J, GPT-NeoX); all by default
-    interleaved   pairs are neighbours instead of halves; weights trained for one layout are wrong in the other
-    scaling       positions are divided by it (linear interpolation, Chen et al. 2023, arXiv:2306.15595)
+    base          the slowest pair makes one turn in about 2π · base positions
+    width         rotate only the first `width` numbers (GPT-J, GPT-NeoX); all by default
+    interleaved   True: pairs are (2t, 2t + 1); False: (t, t + r/2). Weights trained for one layout are wrong in the
+                  other
+    scaling       divisor of the positions (linear interpolation, Chen et al. 2023, arXiv:2306.15595)
 
-    There are no parameters, no buffers and no table: angles are computed at each call, for each position and pair
-    but not for each head, which is little beside the projections. So nothing grows with the length, nothing is saved,
-    and nothing is rounded when a model is cast to bfloat16.
+    There are no parameters, buffers or tables. Each call computes the angles, once for all heads, which costs little
+    compared with the projections. So there is no maximum length, the state_dict is empty, and casting a model to
+    bfloat16 rounds no angles.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class Rope(nn.Module):
         offset: int = 0,
         segments: Int[Tensor, "*s n"] | None = None,
     ) -> Float[Tensor, "*b n d"]:
-        """x rotated to its positions, which broadcast against (*b, n).
+        """Return x rotated by its positions, which broadcast against (*b, n).
 
-        They are `positions` where given; else they count from each segment's start, or from 0 without segments;
-        plus `offset`.
+        The positions are `positions` if given; otherwise they count from the start of each segment, or from 0 without
+        segments. `offset` is added to them.
         """
         n = x.shape[-2] if x.ndim > 1 else -1
         if n < 0 or x.shape[-1] != self.d:
@@ -90,8 +91,8 @@ class Rope(nn.Module):
     def _turn(self, positions: Int[Tensor, "*s n"]) -> tuple[Float[Tensor, "*s n r"], Float[Tensor, "*s n r"]]:
         """Cosine and sine of the angles, in float64.
 
-        float32 would not do: at position 10⁶ its numbers lie 0.06 apart, so the fastest pair, whose angle is the
-        position itself, would be off by 0.03 radians. In float64 the angle is right to 10⁻¹⁰ there.
+        float32 is not precise enough: at position 10⁶ its numbers are 0.06 apart, so the fastest pair, whose angle is
+        the position itself, would be off by 0.03 radians. In float64 the error there is 10⁻¹⁰.
         """
         index = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
         frequencies = self.base ** (-index / max(self.width, 1)) / self.scaling
@@ -99,7 +100,7 @@ class Rope(nn.Module):
         return angles.cos(), angles.sin()
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x rotated by given angles, in float32 or better and rounded once."""
+        """Return x rotated by the given angles, computed in float32 or better and rounded once."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = cos.to(dtype), sin.to(dtype)
         turned, rest = x[..., : self.width].to(dtype), x[..., self.width :]

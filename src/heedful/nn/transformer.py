@@ -1,10 +1,10 @@
-"""A small Transformer whose mechanism and projections are chosen by layer and by group of heads.
+"""A small Transformer with a choice of mechanism and projections per layer and per group of heads.
 
 encoder     x ← x + attend(norm x);  x ← x + feed(norm x)                        (pre-norm)
-decoder     the same with causal attention and, after it, x ← x + attend(norm x, memory) where there is an encoder
+decoder     the same with causal attention, followed by x ← x + attend(norm x, memory) if there is an encoder
 positions   PE(p, 2t) = sin(p / 10000^(2t/D)),  PE(p, 2t+1) = cos(p / 10000^(2t/D))  added to the tokens; or RoPE
 logits      norm(x) Eᵀ, E the embedding of all tokens, source and target
-init        learned projections into heads N(0, 2 / (D + d)), D the width of a token and d that of a head; the others
+init        learned projections into heads N(0, 2 / (D + d)), D the width of a token and d that of a head; other weights
             N(0, 2 / (width in + width out))
 """
 
@@ -31,12 +31,16 @@ from heedful.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """A group of neighbouring heads of one layer.
+    """A group of adjacent heads of one layer.
 
-    count       how many
+    count       number of heads
     mechanism   any Mechanism, copied for each layer if it has parameters; exact softmax by default, causal in a decoder
-    qk          builds their query and key projections, as in Attention; learned by default
-    v           builds their value projection; learned by default
+    qk          builds the query and key projections, as in Attention; learned by default
+    v           builds the value projection; learned by default
+
+    >>> import heedful as h
+    >>> Heads(4, h.Linear(), qk=h.nn.Orthogonal).count
+    4
     """
 
     count: int
@@ -46,11 +50,11 @@ class Heads:
 
 
 LEARNED = (Heads(8),)
-"""Eight heads of softmax attention with learned projections."""
+"""The groups of heads of a standard layer: eight heads of softmax attention with learned projections."""
 
 
 class Sinusoidal(nn.Module):
-    """Tokens plus the sines and cosines of their positions (Vaswani et al. 2017, arXiv:1706.03762, §3.5).
+    """Adds the sines and cosines of positions to tokens (Vaswani et al. 2017, arXiv:1706.03762, §3.5).
 
     >>> x = Sinusoidal(4)(torch.zeros(1, 3, 4))
     >>> x[0, 2]
@@ -74,7 +78,7 @@ class Sinusoidal(nn.Module):
 
 
 class Joined(nn.Module):
-    """Projections of several groups of heads, their outputs side by side."""
+    """Projections of several groups of heads, with concatenated outputs."""
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
@@ -87,7 +91,14 @@ class Joined(nn.Module):
 def trained(
     start: HeadProjection, in_features: int, heads: int, head_dim: int, *, seed: int, device: Any, dtype: Any
 ) -> nn.Linear:
-    """Build a learned projection that starts from a drawn one: qk=partial(trained, Orthogonal)."""
+    """Build a learned projection that starts from a random one: qk=partial(trained, Orthogonal).
+
+    >>> from functools import partial
+    >>> import heedful as h
+    >>> layer = h.nn.Attention(64, heads=8, qk=partial(h.nn.trained, h.nn.Orthogonal))
+    >>> layer.q_proj.weight.requires_grad
+    True
+    """
     drawn = start(in_features, heads, head_dim, seed=seed, device=device, dtype=dtype)
     assert isinstance(drawn, FrozenProjection)
     linear = nn.Linear(in_features, heads * head_dim, bias=False, device=device, dtype=dtype)
@@ -99,12 +110,19 @@ def trained(
 def adapted(
     start: HeadProjection, rank: int, in_features: int, heads: int, head_dim: int, *, seed: int, device: Any, dtype: Any
 ) -> LoRA:
-    """Build a frozen projection with a trained update of low rank: qk=partial(adapted, Orthogonal, 8)."""
+    """Build a frozen projection with a trained low-rank update: qk=partial(adapted, Orthogonal, 8).
+
+    >>> from functools import partial
+    >>> import heedful as h
+    >>> layer = h.nn.Attention(64, heads=8, qk=partial(h.nn.adapted, h.nn.Orthogonal, 4))
+    >>> [name for name, _ in layer.q_proj.named_parameters()]
+    ['A', 'B']
+    """
     return LoRA(start(in_features, heads, head_dim, seed=seed, device=device, dtype=dtype), rank)
 
 
 class Layer(nn.Module):
-    """Self-attention, attention to a memory where `cross` is given, and a feed-forward net; each on normed tokens."""
+    """Self-attention, attention to a memory if `cross` is given, and a feed-forward net; each on normalised tokens."""
 
     def __init__(self, attention: Attention, cross: Attention | None, feed: nn.Module, dropout: float):
         super().__init__()
@@ -141,15 +159,16 @@ class Transformer(nn.Module):
     torch.Size([5, 9, 100])
 
     vocabulary   number of tokens
-    width        of a token
-    encoder      the groups of heads of each layer; no layers for a decoder alone
-    decoder      the same; no layers for an encoder alone, which returns tokens of `width` instead of logits
+    width        width of a token
+    encoder      the groups of heads of each layer; empty for a decoder-only model
+    decoder      the same; empty for an encoder-only model, which returns tokens of `width` instead of logits
     cross        the groups of heads of the decoder's attention to the memory
-    head_dim     width / the number of heads by default; needed where layers have fewer heads and the same width of one
+    head_dim     width of a head; width / number of heads by default. Set it if layers with different numbers of heads
+                 should have heads of the same width
     hidden       width of the feed-forward nets; 4 · width by default
     positions    "sinusoidal", added to the tokens, or "rope", in self-attention
-    init         "xavier", see the head of this file, or "torch" for the start of nn.Linear
-    shared       names among q_proj, k_proj, v_proj: the first layer's serve all layers of a stack
+    init         "xavier", see the top of this file, or "torch" for the initial values of nn.Linear
+    shared       names among q_proj, k_proj, v_proj: all layers of a stack share the first layer's projections
     """
 
     def __init__(
@@ -204,11 +223,11 @@ class Transformer(nn.Module):
         target_segments: Int[Tensor, "b m"] | None = None,
         words: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n out"]:
-        """Logits of the token after each token of the target; of the source for a decoder alone.
+        """Return the logits of the next token at each token of the target; of the source in a decoder-only model.
 
-        segments   ids of the source's tokens, negative for padding; those of the target need none where it is padded
-                   on the right, since it attends to the left
-        words      ids of the words of the source's tokens, for the mechanisms that take them
+        segments   segment ids of the source's tokens, negative for padding. A target with padding on the right needs
+                   none, since its attention is causal
+        words      word ids of the source's tokens, for mechanisms that take them
         """
         if not self.decoder:
             return self.encode(source, segments=segments, words=words)
@@ -227,9 +246,9 @@ class Transformer(nn.Module):
         words: Int[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "*b n"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """What the decoder attends to: the normed tokens after the last layer of the encoder.
+        """Return the memory that the decoder attends to: the normalised tokens after the last layer of the encoder.
 
-        positions   of the tokens; counted in their segments by default, which takes a sort
+        positions   positions of the tokens; by default they are counted in each segment, which needs a sort
         """
         if self.encoder_norm is None:
             raise TypeError("encode: this Transformer has no encoder; build it with encoder=[…].")
@@ -246,7 +265,7 @@ class Transformer(nn.Module):
         segments: Int[Tensor, "b m"] | None = None,
         memory_segments: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        """Normed tokens after the last layer of the decoder."""
+        """Return the normalised tokens after the last layer of the decoder."""
         if self.decoder_norm is None:
             raise TypeError("decode: this Transformer has no decoder; build it with decoder=[…].")
         both = None
@@ -268,7 +287,7 @@ class Transformer(nn.Module):
         segments: Int[Tensor, "b n"] | None = None,
         positions: Int[Tensor, "*b n"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """What the first layer reads: embeddings and, if they are added, positions, counted in segments by default."""
+        """Return the input of the first layer: embeddings plus sinusoidal positions, by default counted in segments."""
         x = self.embedding(tokens) * self.width**0.5
         if self.positions is not None:
             if positions is None and segments is not None:
@@ -278,12 +297,16 @@ class Transformer(nn.Module):
 
 
 class Counts(NamedTuple):
-    """Weights of a model by what becomes of them.
+    """Numbers of trainable, frozen and absent weights of a model; see `count_weights`.
 
-    trainable   parameters that learn
+    trainable   number of parameters that are trained
     frozen      numbers that are stored and never trained
-    none        weights of projections that a learned model of the same shape would have, and that are not stored: those
-                of heads that read no queries and keys, of projections shared with another layer, of Hadamard's matrix
+    none        weights of projections that a learned model of the same shape would have and this one does not store:
+                those of heads that ignore queries and keys, of projections shared with another layer, and of Hadamard's
+                matrix
+
+    >>> Counts(trainable=9216, frozen=0, none=7168).none
+    7168
     """
 
     trainable: int
@@ -292,7 +315,7 @@ class Counts(NamedTuple):
 
 
 def count_weights(model: nn.Module) -> Counts:
-    """Count the weights of a model that learn, that are frozen, and that do not exist.
+    """Count the weights of a model that are trainable, frozen, and absent.
 
     >>> import heedful as h
     >>> count_weights(h.nn.Attention(64, heads=8, mechanism=h.Mixture([h.FixedPattern("next")] * 7 + [h.Softmax()])))
@@ -314,7 +337,7 @@ def count_weights(model: nn.Module) -> Counts:
 
 
 def _stored(projection: nn.Module | None, seen: set[int]) -> int:
-    """Numbers that stand for the matrix of a projection, without biases and updates; 0 where they were seen before."""
+    """Return how many numbers store the matrix of a projection, without biases and updates; 0 if counted before."""
     if projection is None or id(projection) in seen:
         return 0
     seen.add(id(projection))
@@ -330,7 +353,7 @@ def _stored(projection: nn.Module | None, seen: set[int]) -> int:
 def _attention(
     width: int, groups: Sequence[Heads], pattern: Pattern, *, head_dim: int | None, xavier: bool, rope: bool = False
 ) -> Attention:
-    """One attention layer of the given groups of heads."""
+    """Return one attention layer with the given groups of heads."""
     groups = list(groups)
     heads = sum(group.count for group in groups)
     head_dim = width // heads if head_dim is None else head_dim
@@ -375,7 +398,7 @@ def _feed(width: int, hidden: int, dropout: float, xavier: bool) -> nn.Sequentia
 
 
 def _share(stack: nn.ModuleList, names: Sequence[str]) -> None:
-    """Let the first layer's projections of these names serve the whole stack, self-attention and cross-attention."""
+    """Share the first layer's projections of these names in the whole stack, in self-attention and cross-attention."""
     unknown = set(names) - {"q_proj", "k_proj", "v_proj"}
     if unknown:
         raise ValueError(f"shared: {sorted(unknown)}, expected names among q_proj, k_proj, v_proj.")
@@ -391,5 +414,5 @@ def _share(stack: nn.ModuleList, names: Sequence[str]) -> None:
 
 
 def _own(mechanism: Mechanism) -> Mechanism:
-    """The mechanism for one more layer: a copy where it learns, itself where nothing of it belongs to a layer."""
+    """Return the mechanism for another layer: a copy if it has parameters, otherwise the mechanism itself."""
     return deepcopy(mechanism) if any(True for _ in mechanism.parameters()) else mechanism

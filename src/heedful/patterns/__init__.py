@@ -1,15 +1,15 @@
-"""Who may attend to whom.
+"""Patterns: the keys that each query may attend to.
 
-A pattern is a predicate on two positions, i of the query and j of the key, and nothing else: no tensor of
-shape n × n, no length. Patterns compose with `&` and `|`.
+A pattern is a predicate on two positions, i of the query and j of the key. It holds no tensor of shape n × n and no
+length. Patterns compose with `&` and `|`.
 
-    allows      the definition, element by element
-    spans       the keys that a block of queries may see, as intervals: what a blocked kernel visits
-    remembers   the keys that queries still to come may see: what a decoder must keep
-    offsets     what every query sees, as distances from it, where that is the same at all positions
+    allows      the definition, elementwise
+    spans       the keys that a block of queries may see, as intervals; a blocked kernel reads only these
+    remembers   the keys that later queries may see; a decoder must cache them
+    offsets     the visible keys as distances from the query, if they are the same at all positions
 
-Positions are absolute. Where there are fewer queries than keys, the queries are the last ones (they follow a
-cache), so `Causal` is aligned bottom-right.
+Positions are absolute. If there are fewer queries than keys, the queries are the last positions (the other keys come
+from a cache), so `Causal` is aligned bottom-right.
 """
 
 from heedful.patterns.base import And, Or, Pattern, Span

@@ -1,4 +1,4 @@
-"""What a pattern is, and how two of them are joined by `&` and `|`."""
+"""The base class of patterns, and their combinations by `&` and `|`."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ class Pattern(ABC):
 
     @abstractmethod
     def allows(self, i: Int[Tensor, "*#s"], j: Int[Tensor, "*#s"]) -> Bool[Tensor, "*#s"]:
-        """Whether the query at position i may see the key at position j; i and j broadcast."""
+        """True if the query at position i may see the key at position j; i and j broadcast."""
 
     @property
     def is_causal(self) -> bool:
-        """No query sees a later key."""
+        """True if no query sees a later key."""
         return False
 
     @property
     def repeats_from(self) -> int | None:
-        """From this query position on, blocks of queries of the same shape have the same mask; None: never."""
+        """The query position from which on all blocks of queries have the same mask; None if there is none."""
         return None
 
     @property
     def offsets(self) -> tuple[Offsets, ...] | None:
-        """The distances i − j at which a query sees keys, whatever its position; None where positions matter."""
+        """The distances i − j of the visible keys; None if they depend on the query's position."""
         return None
 
     def clear_until(self, lo: int) -> int:
-        """Every query at position lo or later sees every key before this position."""
+        """Return a position such that every query at lo or later sees all keys before it."""
         return 0
 
     def spans(self, lo: int, hi: int, m: int) -> list[Span]:
-        """Sorted, disjoint intervals of [0, m) holding every key that a query in [lo, hi) may see.
+        """Return sorted, disjoint intervals of [0, m) that contain every key visible to a query in [lo, hi).
 
-        They may hold more keys than needed, never fewer.
+        They may contain further keys.
         """
         return clip([(0, hi if self.is_causal else m)], m)
 
     def remembers(self, j: Int[Tensor, "*#s"], t: Int[Tensor, "*#s"]) -> Bool[Tensor, "*#s"]:
-        """Whether some query at position t or later may still see the key at position j < t."""
+        """True if a query at position t or later may see the key at position j < t."""
         return torch.ones_like(j - t, dtype=torch.bool)
 
     def pairs(self, n: int, m: int) -> int:
-        """How many (query, key) pairs are allowed when n queries follow up on m keys."""
+        """Return the number of allowed (query, key) pairs for m keys, if the n queries are the last positions."""
         if n <= m and self.offsets is not None and len(self.offsets) <= MOST:
             return count_pairs(self.offsets, n, m)
         total = 0
@@ -82,7 +82,7 @@ class Pattern(ABC):
 
 @dataclass(frozen=True)
 class And(Pattern):
-    """What both patterns allow; written `left & right`."""
+    """The pairs that both patterns allow; written `left & right`."""
 
     left: Pattern
     right: Pattern
@@ -119,7 +119,7 @@ class And(Pattern):
 
 @dataclass(frozen=True)
 class Or(Pattern):
-    """What either pattern allows; written `left | right`."""
+    """The pairs that at least one pattern allows; written `left | right`."""
 
     left: Pattern
     right: Pattern

@@ -1,4 +1,4 @@
-"""Patterns that a rule on two positions describes."""
+"""Patterns that are defined by a rule on two positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from heedful.shapes import Int, Tensor
 
 @dataclass(frozen=True)
 class Full(Pattern):
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    >>> torch.arange(8)[Full().allows(torch.tensor(5), torch.arange(8))]  # the keys that query 5 sees
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
 
     repeats_from = 0
     offsets = (Offsets(),)
@@ -28,7 +32,11 @@ class Full(Pattern):
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """A query sees its own position and the ones before it."""
+    """A query sees its own position and all earlier ones.
+
+    >>> torch.arange(8)[Causal().allows(torch.tensor(5), torch.arange(8))]  # the keys that query 5 sees
+    tensor([0, 1, 2, 3, 4, 5])
+    """
 
     is_causal = True
     repeats_from = 0
@@ -48,7 +56,10 @@ class Causal(Pattern):
 class Window(Pattern):
     """A query sees `before` keys before its own position, `after` keys after it, and the first `sinks` keys.
 
-    The sinks obey the same limit to the right, so that a window with `after=0` stays causal.
+    A query sees no sink that is more than `after` positions ahead, so a window with `after=0` is causal.
+
+    >>> torch.arange(8)[Window(before=2, sinks=1).allows(torch.tensor(5), torch.arange(8))]
+    tensor([0, 3, 4, 5])
     """
 
     before: int
@@ -86,7 +97,11 @@ class Window(Pattern):
 
 @dataclass(frozen=True)
 class Strided(Pattern):
-    """A query sees the keys whose distance is a multiple of `stride` (Child et al. 2019, arXiv:1904.10509)."""
+    """A query sees the keys whose distance is a multiple of `stride` (Child et al. 2019, arXiv:1904.10509).
+
+    >>> torch.arange(8)[Strided(3).allows(torch.tensor(5), torch.arange(8))]
+    tensor([2, 5])
+    """
 
     stride: int
 
@@ -105,7 +120,11 @@ class Strided(Pattern):
 
 @dataclass(frozen=True)
 class SparseFixed(Pattern):
-    """A query sees its own block of `stride` keys and the last `summary` keys of every block (Child et al. 2019)."""
+    """A query sees its own block of `stride` keys and the last `summary` keys of every block (Child et al. 2019).
+
+    >>> torch.arange(8)[SparseFixed(stride=4, summary=1).allows(torch.tensor(5), torch.arange(8))]
+    tensor([3, 4, 5, 6, 7])
+    """
 
     stride: int
     summary: int = 1
@@ -128,9 +147,13 @@ class SparseFixed(Pattern):
 
 @dataclass(frozen=True)
 class Summaries(Pattern):
-    """A query sees the last `summary` keys of every block of `stride`: `SparseFixed` without one's own block.
+    """A query sees the last `summary` keys of every block of `stride`: `SparseFixed` without the query's own block.
 
-    In the Sparse Transformer (Child et al. 2019) heads of their own see them; causal queries before the first, nothing.
+    The Sparse Transformer (Child et al. 2019) has separate heads for these keys. Combined with `Causal`, queries before
+    the first summary see nothing.
+
+    >>> torch.arange(8)[Summaries(stride=4, summary=1).allows(torch.tensor(5), torch.arange(8))]
+    tensor([3, 7])
     """
 
     stride: int
@@ -154,7 +177,11 @@ class Summaries(Pattern):
 
 @dataclass(frozen=True)
 class Blocks(Pattern):
-    """A query sees the keys of its own block of `size`."""
+    """A query sees the keys of its own block of `size`.
+
+    >>> torch.arange(8)[Blocks(4).allows(torch.tensor(5), torch.arange(8))]
+    tensor([4, 5, 6, 7])
+    """
 
     size: int
 
@@ -173,7 +200,12 @@ class Blocks(Pattern):
 
 @dataclass(frozen=True)
 class Global(Pattern):
-    """The tokens at `indices` see every key and are seen by every query (Beltagy et al. 2020, arXiv:2004.05150)."""
+    """The tokens at `indices` see every key and are seen by every query (Beltagy et al. 2020, arXiv:2004.05150).
+
+    >>> longformer = Window(2, after=2) | Global((0,))
+    >>> torch.arange(8)[longformer.allows(torch.tensor(5), torch.arange(8))]
+    tensor([0, 3, 4, 5, 6, 7])
+    """
 
     indices: tuple[int, ...]
 
@@ -203,13 +235,16 @@ class Global(Pattern):
 
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
-    """Every block of `size` is joined with `count` different random earlier blocks, in both directions.
+    """Every block of `size` is linked with `count` different random earlier blocks, in both directions.
 
-    A block with no more than `count` before it is joined with all of them. The draw for block I depends on the seed and
-    on I alone, never on the length, so that a longer sequence keeps the links of a shorter one and a decoder sees what
-    the encoder saw. (BigBird, Zaheer et al. 2020, arXiv:2007.14062, draws among all blocks of a fixed length, and its
-    code leaves out those of the window and of the global tokens. Here a link may fall on a key that another part of the
-    pattern shows too.)
+    A block with `count` or fewer earlier blocks is linked with all of them. The draw for block I depends only on the
+    seed and on I, not on the length. So a longer sequence has all links of a shorter one, and a decoder sees the same
+    keys as the encoder. BigBird (Zaheer et al. 2020, arXiv:2007.14062) draws among all blocks of a fixed length, and
+    its code excludes the blocks of the window and of the global tokens. Here a link may fall on a key that another part
+    of the pattern already shows.
+
+    >>> torch.arange(8)[RandomBlocks(size=2, count=1).allows(torch.tensor(5), torch.arange(8))]
+    tensor([2, 3, 6, 7])
     """
 
     size: int
@@ -241,16 +276,16 @@ NO_BLOCK = torch.iinfo(torch.long).min
 
 
 def _room(blocks: int) -> int:
-    """A few lengths of table serve every length of sequence."""
+    """Round up the number of blocks, so that a few cached tables serve all sequence lengths."""
     return 1 << max(blocks - 1, 0).bit_length()
 
 
 @lru_cache(maxsize=16)
 def _draws(seed: int, count: int, blocks: int) -> Int[Tensor, "count blocks"]:
-    """The different earlier blocks that each block draws, all of them where there are fewer; then `NO_BLOCK`.
+    """Return the different earlier blocks that each block draws; unused entries are `NO_BLOCK`.
 
-    Floyd's sampling: of the blocks below `last`, one at random, or `last` itself where that one was drawn before. Every
-    set of `count` earlier blocks is as likely as any other.
+    Floyd's sampling: draw a random block below `last`, and take `last` itself if that block was drawn before. Every set
+    of `count` earlier blocks is equally likely.
     """
     at = torch.arange(blocks)
     draws = torch.full((count, blocks), NO_BLOCK)
@@ -278,7 +313,7 @@ def _whole_blocks(lo: int, hi: int, size: int) -> Span:
 
 
 def _scramble(x: Tensor, salt: int) -> Tensor:
-    """A fixed integer hash, non-negative: the same on every device and in every release of torch."""
+    """Return a fixed non-negative integer hash, the same on every device and in every release of torch."""
     x = x.long() * 2654435761 + salt * 40503 + 12345
     for shift, factor in ((16, 73244475), (15, 73244475), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0x7FFFFFFF

@@ -1,8 +1,8 @@
-"""Sets of offsets: what patterns that look alike from every position are made of.
+"""Sets of offsets: the normal form of patterns that are the same at every position.
 
-A query at i sees the key at j where the offset i − j lies in one of a few sets {… −s, 0, s, 2s …} ∩ [−after, before].
-Full, causal, windowed and strided attention are one such set each. Two of them meet in one, and a union stays a union,
-so every `&` and `|` of them has a normal form: what a pattern *is*, however it was written.
+A query at i sees the key at j if the offset i − j lies in one of a few sets {… −s, 0, s, 2s …} ∩ [−after, before].
+Full, causal, windowed and strided attention are one such set each. The intersection of two sets is again one set, and a
+union is stored as a tuple of sets. So every combination by `&` and `|` has a normal form, however it was written.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-FAR = 1 << 60  # farther than any key: no limit
-MOST = 4  # sets that are counted by inclusion and exclusion
+FAR = 1 << 60  # larger than any distance: no limit
+MOST = 4  # largest number of sets for which pairs are counted by inclusion and exclusion
 
 
 class Offsets(NamedTuple):
@@ -33,14 +33,14 @@ class Offsets(NamedTuple):
         return Offsets(min(self.before, other.before), min(self.after, other.after), lcm(self.step, other.step))
 
     def pairs(self, n: int, m: int) -> int:
-        """How many (query, key) pairs lie at these offsets when n queries follow up on m keys, n ≤ m."""
+        """Return the number of (query, key) pairs at these offsets, if n queries are the last of m positions, n ≤ m."""
         i = torch.arange(m - n, m)
         back, ahead = i.clamp(max=self.before), (m - 1 - i).clamp(max=self.after)
         return n + int((back // self.step).sum() + (ahead // self.step).sum())
 
 
 def union(sets: Iterable[Offsets]) -> tuple[Offsets, ...]:
-    """The same offsets in as few sets as possible, those with the smallest step first."""
+    """Return the union as the fewest sets, those with the smallest step first."""
     widest: dict[int, Offsets] = {}
     for before, after, step in sets:
         before, after = (x if x >= FAR else x - x % step for x in (before, after))
@@ -52,7 +52,7 @@ def union(sets: Iterable[Offsets]) -> tuple[Offsets, ...]:
 
 
 def count_pairs(sets: tuple[Offsets, ...], n: int, m: int) -> int:
-    """How many (query, key) pairs lie in a union of at most `MOST` sets: by inclusion and exclusion."""
+    """Return the number of (query, key) pairs in a union of at most `MOST` sets, by inclusion and exclusion."""
     total = 0
     for size in range(1, len(sets) + 1):
         for some in combinations(sets, size):

@@ -1,11 +1,11 @@
-"""Which tokens are connected after several layers of attention, and through which tokens they are.
+"""Connections between tokens after several layers of attention, and the tokens that they pass through.
 
     one layer       R_ℓ = (I ∪ A_ℓ) R_{ℓ−1},  R_0 = I        A_ℓ: the pattern of layer ℓ;  I: its residual connection
     through h       |inputs of h after ℓ layers| · |outputs that depend on h above layer ℓ|
 
-Sets of tokens are bits. A layer takes the keys in groups of eight, forms the 256 unions that a query may need of them,
-and looks up each query's: n² / 8 unions of n bits at most, and fewer where queries see few groups (Arlazarov et al.
-1970, "the four Russians").
+Sets of tokens are bit masks. For each group of eight keys, a layer precomputes the 256 possible unions, and each query
+looks up the one that it needs. This takes at most n² / 8 unions of n bits, and fewer if queries see few groups
+(Arlazarov et al. 1970, the method of the four Russians).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from heedful.patterns.base import Pattern
 from heedful.shapes import Bool, Float, Int, Tensor
 
-SLAB = 1 << 24  # pairs that a pattern is asked about at once
+SLAB = 1 << 24  # pairs per call of `allows`
 
 
 @dataclass(frozen=True, eq=False)
 class Reachability:
-    """What `reach` found.
+    """The result of `reach`.
 
-    n                tokens
+    n                number of tokens
     layers           the pattern of each layer
-    residual         whether each layer also passes every token on to itself
-    shares           after each layer, the share of the possible pairs (output i, input j) that are connected; possible
-                     are j ≤ i where all patterns are causal, and all pairs otherwise
-    complete_after   the first number of layers after which every possible pair is connected; None: not with these
+    residual         True if each layer adds its output to its input
+    shares           after each layer, the share of the possible pairs (output i, input j) that are connected. The
+                     possible pairs are j ≤ i if all patterns are causal, and all pairs otherwise
+    complete_after   the smallest number of layers that connects every possible pair; None if these layers do not
     """
 
     n: int
@@ -42,7 +42,7 @@ class Reachability:
     _sets: tuple[Int[Tensor, "n words"], ...] = field(repr=False)
 
     def after(self, layers: int) -> Bool[Tensor, "n n"]:
-        """Whether output i depends on input j after so many of the layers."""
+        """True if output i depends on input j after the first `layers` layers."""
         if not 0 <= layers <= len(self.layers):
             raise ValueError(f"layers: expected 0 to {len(self.layers)}, the layers that were given, got {layers}.")
         octets = self._sets[layers].view(torch.uint8)[:, :, None]
@@ -50,15 +50,15 @@ class Reachability:
 
     @property
     def connected(self) -> Bool[Tensor, "n n"]:
-        """Whether output i depends on input j after all layers."""
+        """True if output i depends on input j after all layers."""
         return self.after(len(self.layers))
 
     @cached_property
     def traffic(self) -> Float[Tensor, "layers n"]:
-        """For each place between two layers, the share of connected pairs with a path through each token there.
+        """For each token between two layers, return the share of connected pairs that have a path through it.
 
-        Row ℓ − 1 lies between layers ℓ and ℓ + 1. All inputs that a token depends on reach all outputs that depend on
-        it, so the pairs are counted exactly. One layer has no such place.
+        Row ℓ − 1 lies between layers ℓ and ℓ + 1; a single layer has no rows. Every input that a token depends on
+        reaches every output that depends on the token, so the count of pairs is exact.
         """
         pairs = max(1, int(_sizes(self._sets[-1]).sum()))
         above, found = _single(self.n), []
@@ -68,9 +68,10 @@ class Reachability:
         return torch.stack(found[::-1]) if found else torch.zeros(0, self.n, dtype=torch.float64)
 
     def hubs(self, count: int = 8) -> list[tuple[int, float]]:
-        """The tokens with the largest traffic at any place, and how much: (position, share), the largest first.
+        """Return the tokens with the largest traffic between any two layers as (position, share), largest first.
 
-        A share of 1 says that every connected pair has a path through this token; of equal ones the earliest counts.
+        A share of 1 means that every connected pair has a path through this token. Among equal shares, the earliest
+        position comes first.
         """
         if not len(self.traffic):
             return []
@@ -80,7 +81,7 @@ class Reachability:
 
 
 def reach(patterns: Sequence[Pattern], n: int, *, residual: bool = True) -> Reachability:
-    """Which of n tokens are connected after layers of attention, one pattern a layer, the first layer first.
+    """Return which of n tokens are connected after several layers of attention; `patterns` has one pattern per layer.
 
     >>> import heedful as h
     >>> halves = [h.Window(16), h.Strided(16) & h.Causal()]  # of the Sparse Transformer, 16 = √256
@@ -92,8 +93,8 @@ def reach(patterns: Sequence[Pattern], n: int, *, residual: bool = True) -> Reac
     >>> h.reach([h.Window(2, 2) | h.Global((0,))] * 2, 256).hubs(1)  # every pair has a path through token 0
     [(0, 1.0)]
 
-    residual   whether each layer adds its output to its input, as layers of a Transformer do; without it a token loses
-               what its pattern does not let it see
+    residual   True if each layer adds its output to its input, as Transformer layers do. Without it, a token whose
+               pattern excludes itself loses its own input
     """
     if isinstance(patterns, Pattern) or not all(isinstance(pattern, Pattern) for pattern in patterns):
         raise TypeError(f"patterns: expected one pattern a layer, such as [Window(64)] * 4, got {patterns!r}.")
@@ -105,7 +106,7 @@ def reach(patterns: Sequence[Pattern], n: int, *, residual: bool = True) -> Reac
     shares: list[float] = []
     for pattern in layers:
         if residual and shares and shares[-1] == 1:
-            sets.append(sets[-1])  # nothing to add
+            sets.append(sets[-1])  # the sets do not change any more
         else:
             sets.append(_joined(_table(pattern, n, residual), sets[-1]))
         shares.append(int(_sizes(sets[-1]).sum()) / possible)
@@ -114,7 +115,7 @@ def reach(patterns: Sequence[Pattern], n: int, *, residual: bool = True) -> Reac
 
 
 def _table(pattern: Pattern, n: int, residual: bool, transposed: bool = False) -> Int[Tensor, "n octets"]:
-    """What each token takes from, eight tokens a number: the keys of a query or, transposed, the queries of a key."""
+    """Return the keys of each query as bits, eight tokens per number; if `transposed`, the queries of each key."""
     place, found = torch.arange(n), []
     for some in place.split(max(1, SLAB // n)):
         own, other = some[:, None], place
@@ -125,18 +126,18 @@ def _table(pattern: Pattern, n: int, residual: bool, transposed: bool = False) -
 
 
 def _octets(bits: Bool[Tensor, "r n"]) -> Int[Tensor, "r octets"]:
-    """Bit b of number o is token 8 o + b; whole words of 64 bits."""
+    """Pack bits: bit b of number o is token 8 o + b. Rows are padded to whole words of 64 bits."""
     bits = torch.nn.functional.pad(bits.byte(), (0, -bits.shape[-1] % 64))
     return (bits.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def _single(n: int) -> Int[Tensor, "n words"]:
-    """Every token by itself."""
+    """Return one set per token that holds this token alone."""
     return _octets(torch.eye(n, dtype=torch.bool)).view(torch.int64)
 
 
 def _joined(table: Int[Tensor, "n octets"], sets: Int[Tensor, "n words"]) -> Int[Tensor, "n words"]:
-    """For each row of the table, the union of the sets of the tokens in it."""
+    """Return, for each row of the table, the union of the sets of its tokens."""
     out = torch.zeros_like(sets)
     for group, column in enumerate(table.T.contiguous()[: -(-len(sets) // 8)]):
         rows = column.nonzero().flatten()
@@ -156,5 +157,5 @@ _BITS = torch.tensor([number.bit_count() for number in range(256)])
 
 
 def _sizes(sets: Int[Tensor, "n words"]) -> Int[Tensor, " n"]:
-    """How many tokens are in each set."""
+    """Return the number of tokens in each set."""
     return _BITS[sets.view(torch.uint8).int()].sum(-1)

@@ -1,4 +1,4 @@
-"""Trees as patterns, and their parents as tuples."""
+"""The pattern of a tree, and functions that make tuples of parents."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from heedful.shapes import Int, Tensor
 
 @dataclass(frozen=True, repr=False)
 class Tree(Pattern):
-    """A query sees the keys within `radius` edges of it in the tree given by `parents` (-1 at a root, -2: no token).
+    """A query sees the keys within `radius` edges of it in the tree given by `parents` (-1: root, -2: no token).
 
-    Positions beyond the tree, and those without a token, see nothing and are seen by nothing. Several roots make a
-    forest, whose trees do not see each other: `forest` packs the trees of a batch into one.
+    Positions beyond the tree and positions without a token see nothing and are seen by nothing. Several roots make a
+    forest; tokens of different trees do not see each other.
 
-    One tree serves every row of a batch and every segment. Where each sentence has a tree of its own, sentences are
-    packed into one sequence and their trees into one forest. Two sentences of 5 and 3 tokens, padded to 5, in 8 heads:
+    The same tree applies to every row of a batch and to every segment. If each sentence has a different tree, pack the
+    sentences into one sequence and their trees into one `forest`. Two sentences of 5 and 3 tokens, padded to 5, with 8
+    heads:
 
     >>> import torch, heedful as h
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
@@ -51,7 +52,7 @@ class Tree(Pattern):
 
     @cached_property
     def _ancestors(self) -> Tensor:
-        """(n + 1, radius + 1): the s-th ancestor of each position, -1 past the root; the last row is 'outside'."""
+        """(n + 1, radius + 1): the s-th ancestor of each position, -1 past the root; the last row stands for none."""
         parents = torch.tensor([*self.parents, -1]).clamp(min=-1)
         own = torch.arange(len(self.parents))
         line = [torch.cat([torch.where(torch.tensor(self.parents) == -2, -1, own), torch.tensor([-1])]).long()]
@@ -61,7 +62,7 @@ class Tree(Pattern):
 
     @cached_property
     def links(self) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-        """Every pair (query, key) that is allowed, sorted: breadth first from all tokens at once."""
+        """All allowed pairs (query, key), sorted; found by a breadth-first search from all tokens at once."""
         size, parents = len(self.parents), torch.tensor(self.parents, dtype=torch.long)
         child = (parents >= 0).nonzero().flatten()
         ends = torch.cat([torch.stack([child, parents[child]]), torch.stack([parents[child], child])], 1)
@@ -103,9 +104,9 @@ class Tree(Pattern):
 
 
 def forest(trees: Iterable[Sequence[int]], length: int | None = None) -> tuple[int, ...]:
-    """The parents of many trees, one after the other: sentences packed into one sequence, each with its own tree.
+    """Concatenate the parents of several trees, for sentences that are packed into one sequence.
 
-    `length` gives every tree as many positions, those after its last token without one: a padded batch, row by row.
+    With `length`, each tree gets that many positions and those after its last token are empty, as in a padded batch.
 
     >>> forest([[-1, 0, 0], [1, -1]])
     (-1, 0, 0, 4, -1)
@@ -123,7 +124,7 @@ def forest(trees: Iterable[Sequence[int]], length: int | None = None) -> tuple[i
 
 
 def balanced_tree(length: int) -> tuple[int, ...]:
-    """The parents of a balanced binary tree in which every subtree is a run of tokens, as in most sentences.
+    """Return the parents of a balanced binary tree in which every subtree is a contiguous span, as in most sentences.
 
     >>> balanced_tree(7)
     (1, 3, 1, -1, 5, 3, 5)

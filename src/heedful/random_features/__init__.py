@@ -4,10 +4,10 @@
     FavorPlus       exp(ωᵀx − ‖x‖²/2): positive; with hyperbolic=True also at −ω
     FavorPlusPlus   exp(A‖ω‖² + √(1−4A) ωᵀx − ‖x‖²/2): one parameter, fitted by `calibrate`
     FavorSharp      the same with a diagonal A, in axes fitted to queries and keys by `calibrate`
-    ReluFeatures    max(ωᵀx, 0): cheap, but of another kernel than the exponential
+    ReluFeatures    max(ωᵀx, 0): cheap, but it estimates another kernel than the exponential
 
-Throughout, x = √scale · q and y = √scale · k with scale = d^-½ unless given, so that the target is e^{xᵀy}, and
-ω ~ N(0, I_d). The vectors ω are drawn once, from a seed; `redraw(generator)` draws others.
+Throughout, x = √scale · q and y = √scale · k, with scale = d^-½ by default, so the target is e^{xᵀy}. The vectors
+ω ~ N(0, I_d) are drawn once, from a seed; `redraw(generator)` draws new ones.
 """
 
 from heedful.random_features.fits import Fit, Moments, best_A, fit_aderf, fit_gerf, fit_saderf, fit_sderf, objective

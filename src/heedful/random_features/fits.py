@@ -1,10 +1,10 @@
-"""The best parameters of GERF and DERF for given queries and keys, in closed form.
+"""Optimal parameters of GERF and DERF for given queries and keys, in closed form.
 
-With w = Sx + S^-T y the second moment of one feature's product is (see variances.py)
+With w = Sx + S^-T y, the second moment of one feature's product is (see variances.py)
 
     E f² f'² = ∏ (1−4A_l) (1−8A_l)^-½ exp(2 (1−4A_l)/(1−8A_l) w_l²) · exp(−‖Sx‖² − ‖S^-T y‖²)
 
-and what is minimised is the mean of its logarithm over all pairs of a query and a key of one sequence,
+The fits minimise the mean of its logarithm over all pairs of a query and a key of one sequence,
 
     L(A, S) = Σ_l [log(1−4A_l) − ½ log(1−8A_l) + 2 (1−4A_l)/(1−8A_l) Z_ll] − tr(S M₁ Sᵀ) − tr(S^-T M₂ S^-1)
 
@@ -30,7 +30,7 @@ import torch
 from heedful.shapes import Float, Tensor
 
 FLOOR = 1e-6
-"""Directions in which queries or keys have less than this share of their largest second moment count as having it."""
+"""Lower bound on the second moment of queries or keys in any direction, as a share of the largest one."""
 
 
 class Moments(NamedTuple):
@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Tensor, "*#b n d"], y: Float[Tensor, "*#b m d"], per_head: bool = False) -> Moments:
-        """Over all tokens and batch axes, or over all but the last of these."""
+        """Return moments over all tokens and batch axes; with `per_head`, one set per entry of the last batch axis."""
         for name, tokens in (("q", x), ("k", y)):
             if tokens.numel() == 0 or not tokens.isfinite().all():
                 found = "no tokens" if tokens.numel() == 0 else "NaN or infinity"
@@ -61,7 +61,7 @@ class Moments(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A, one number an axis, and the axes S of queries and S^-T of keys."""
+    """A, one number per axis, and the axes S of queries and S^-T of keys."""
 
     A: Float[Tensor, "*h d"]
     query_axes: Float[Tensor, "*h d d"]
@@ -69,7 +69,7 @@ class Fit(NamedTuple):
 
 
 def best_A(t: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """h(t): the best A of an axis along which x + y has the second moment t.
+    """Return h(t), the optimal A of an axis along which x + y has the second moment t.
 
     >>> best_A(torch.tensor([0.0, 1.0]))
     tensor([ 0.0000, -0.3202])
@@ -78,7 +78,7 @@ def best_A(t: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 def fit_gerf(moments: Moments) -> Fit:
-    """The given axes, one A."""
+    """Fit one A, with the axes unchanged."""
     d = moments.query.shape[-1]
     A = best_A(_trace(moments.of_sums) / d)
     axes = torch.eye(d, dtype=A.dtype, device=A.device).expand_as(moments.query)
@@ -86,13 +86,13 @@ def fit_gerf(moments: Moments) -> Fit:
 
 
 def fit_sderf(moments: Moments) -> Fit:
-    """The principal axes of x + y, an A each."""
+    """Fit the principal axes of x + y, with one A per axis."""
     spectrum, Q = torch.linalg.eigh(moments.of_sums)
     return Fit(best_A(spectrum.clamp(min=0)), Q.mT, Q.mT)
 
 
 def fit_aderf(moments: Moments) -> Fit:
-    """Queries and keys balanced by a linear map, one A."""
+    """Fit a linear map that balances queries and keys, and one A."""
     root1, Q1 = _roots(moments.query)
     root2, Q2 = _roots(moments.key)
     U, balanced, _ = torch.linalg.svd(root1[..., :, None] * (Q1.mT @ Q2) * root2[..., None, :])
@@ -103,14 +103,14 @@ def fit_aderf(moments: Moments) -> Fit:
 
 
 def fit_saderf(moments: Moments) -> Fit:
-    """Queries and keys balanced coordinate by coordinate, one A."""
+    """Fit a diagonal map that balances queries and keys, and one A."""
     query, key = (_raised(u.diagonal(dim1=-2, dim2=-1)) for u in (moments.query, moments.key))
     stretch = (key / query) ** 0.25
     return _one_A(moments, (query * key).sqrt(), torch.diag_embed(stretch), torch.diag_embed(1 / stretch))
 
 
 def objective(moments: Moments, fit: Fit) -> Float[Tensor, "*h"]:
-    """L(A, S), the mean over pairs of log E f² f'² (see the top of this file)."""
+    """Return L(A, S), the mean over pairs of log E f² f'² (see the top of this file)."""
     A, S, T = fit
     of_queries, of_keys, cross = S @ moments.query @ S.mT, T @ moments.key @ T.mT, S @ moments.cross @ T.mT
     Z = (of_queries + of_keys + 2 * cross).diagonal(dim1=-2, dim2=-1)
@@ -124,7 +124,7 @@ def _one_A(moments: Moments, balanced: Tensor, query_axes: Tensor, key_axes: Ten
 
 
 def _roots(second_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Λ^½ and Q, with fewer tokens than axes too."""
+    """Return Λ^½ and Q; also works with fewer tokens than axes."""
     spectrum, Q = torch.linalg.eigh(second_moment)
     return _raised(spectrum).sqrt(), Q
 

@@ -1,4 +1,4 @@
-"""What random feature maps share, and the two that are not given by logarithms.
+"""The base class of random feature maps, and the two maps that are not given by logarithms.
 
 Trig           φ(x) = e^{‖x‖²/2} [cos ωᵀx, sin ωᵀx] / √m     E φ(x)·φ(y) = e^{xᵀy}
 ReluFeatures   φ(x) = max(ωᵀx, 0) / √m                       E φ(x)·φ(y) = ‖x‖‖y‖ (sin θ + (π − θ) cos θ) / 2π
@@ -17,15 +17,15 @@ from heedful.shapes import Float, Tensor
 
 
 class RandomFeatures(FeatureMap):
-    """A feature map with a random projection, which lives in buffers.
+    """Base class of feature maps with a random projection, which is stored in buffers.
 
     features     m, the number of projections ω
     orthogonal   True: rows orthogonal in blocks of d; False: independent rows; "hadamard": structured, O(d log d)
-    scale        of the scores, d^-½ by default
-    heads        draws (and fits) a map for each head, for inputs with that many in the last batch axis
+    scale        scale of the scores, d^-½ by default
+    heads        draw (and fit) a separate map for each of this many heads, the last batch axis of the inputs
 
-    Features come in float32 or better whatever the input, and `.to(torch.bfloat16)` leaves the buffers in float32:
-    an error in ωᵀx is one in the logarithm of a feature.
+    Features have float32 or better for every input dtype, and `.to(torch.bfloat16)` leaves the buffers in float32,
+    because an absolute error in ωᵀx is a relative error in a feature.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class RandomFeatures(FeatureMap):
         return self.features
 
     def flops(self, d: int) -> int:
-        """What the features of one token take, as `Cost` counts it."""
+        """Flops of the features of one token, as `Cost` counts them."""
         return self.projection.flops()
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw other ω of the same law, in place; what `calibrate` found stays, as it does not depend on them."""
+        """Draw new ω from the same distribution, in place. The fit of `calibrate` does not depend on ω and remains."""
         self.projection.redraw(generator)
 
     def scaled(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
@@ -94,9 +94,9 @@ class Trig(RandomFeatures):
     >>> round((phi.query(x) @ phi.key(x).mT).item(), 3)  # e^{‖x‖² / √4}
     2.117
 
-    Its variance is zero at x = y and large where the kernel is small, so that normalisers may vanish or change sign.
-    ‖x‖²/2 is cut at 22, a quarter of the exponents of float32, so that products stay finite; where keys are that long
-    their estimates are noise. The cut is the same in float64, in which steps are computed for float32 inputs.
+    Its variance is zero at x = y and large where the kernel is small, so normalisers may vanish or change sign. ‖x‖²/2
+    is clipped at 22, a quarter of float32's exponent range, so that products stay finite; estimates for such long keys
+    are noise. The limit is the same in float64, because decoding steps compute float32 inputs in float64.
     """
 
     def query(self, x, positions=None):
@@ -113,9 +113,9 @@ class Trig(RandomFeatures):
 class ReluFeatures(RandomFeatures):
     """φ(x) = max(ωᵀx, 0) / √m (Choromanski et al. 2020, arXiv:2009.14794, "generalised attention").
 
-    Its inner products estimate not e^{xᵀy} but the arc-cosine kernel of order 1 (`arc_cosine`): non-negative, growing
-    with the angle's cosine and linear in each length. All m features of a token vanish with probability 2^-m; the
-    paper's code adds 10⁻³ to each feature against that, which is not done here: such a row is zero.
+    Its inner products do not estimate e^{xᵀy} but the arc-cosine kernel of order 1 (`arc_cosine`), which is
+    non-negative, grows with the cosine of the angle and is linear in each length. All m features of a token are zero
+    with probability 2^-m. The paper's code adds 10⁻³ to each feature to avoid this; here such a row of A is zero.
 
     >>> phi = ReluFeatures(d=4, features=8192)
     >>> x = torch.tensor([[2.0, 0.0, 0.0, 0.0]])
@@ -128,7 +128,7 @@ class ReluFeatures(RandomFeatures):
 
 
 def arc_cosine(x: Float[Tensor, "*b d"], y: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
-    """E max(ωᵀx, 0) max(ωᵀy, 0) = ‖x‖‖y‖ (sin θ + (π − θ) cos θ) / 2π (Cho & Saul 2009, order 1)."""
+    """Return E max(ωᵀx, 0) max(ωᵀy, 0) = ‖x‖‖y‖ (sin θ + (π − θ) cos θ) / 2π (Cho & Saul 2009, order 1)."""
     lengths = x.norm(dim=-1) * y.norm(dim=-1)
     cosine = ((x * y).sum(-1) / lengths).clamp(-1, 1)
     angle = cosine.arccos()

@@ -2,13 +2,13 @@
 
 Gaussian     independent rows
 Orthogonal   blocks of d orthogonal rows, each a uniform direction times an independent χ_d norm, so that every row
-             by itself is still N(0, I_d) and the estimates stay unbiased; rows of unit norm would not do
+             by itself is still N(0, I_d) and the estimates are unbiased; with rows of unit norm they would not be
              (Yu et al. 2016, arXiv:1610.09072; Choromanski et al. 2020, arXiv:2009.14794)
-Hadamard     the directions are rows of HD₁HD₂HD₃, D random signs, H the Walsh–Hadamard matrix: O(d log d) a block,
-             nothing stored but signs and norms. Approximate: a row takes one of finitely many directions, which
-             agree with uniform ones in their second moments but not in the fourth, so that estimates have a bias
-             that vanishes with growing d (see benchmarks/random_features.py). A width that is no power of two is
-             padded to one, after which rows of one block are no longer orthogonal, though their law stays the same.
+Hadamard     the directions are rows of HD₁HD₂HD₃, D random signs, H the Walsh–Hadamard matrix: O(d log d) per block;
+             only signs and norms are stored. Approximate: a row has one of finitely many directions. They agree with
+             uniform directions in their second moments but not in the fourth, so estimates have a bias that vanishes
+             with growing d (see benchmarks/random_features.py). A width that is not a power of two is padded to one;
+             the rows of a block are then no longer orthogonal, but each has the same distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from heedful.shapes import Float, Tensor
 
 
 class Projection(nn.Module, ABC):
-    """m rows of width d, one set for all heads or one for each."""
+    """Base class of projections: m rows of width d, shared by all heads or separate for each head."""
 
     def __init__(self, d: int, features: int, heads: int | None = None):
         super().__init__()
@@ -37,18 +37,18 @@ class Projection(nn.Module, ABC):
 
     @abstractmethod
     def rows(self) -> Float[Tensor, "*h m d"]:
-        """The rows ω themselves."""
+        """Return the rows ω."""
 
     def flops(self) -> int:
-        """Of one token, as `Cost` counts them: a multiply-add is two."""
+        """Flops for one token, as `Cost` counts them: a multiply-add is two."""
         return 2 * self.d * self.features
 
     @abstractmethod
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Other rows of the same law, in place."""
+        """Draw new rows from the same distribution, in place."""
 
     def normal(self, *shape: int, generator: torch.Generator | None) -> Tensor:
-        """Standard normal numbers in float64, so that a seed means the same in every precision."""
+        """Draw standard normal numbers in float64, so that a seed gives the same rows in every precision."""
         device = None if generator is None else generator.device
         return torch.randn(*self.lead, *shape, generator=generator, dtype=torch.float64, device=device)
 
@@ -87,7 +87,7 @@ class Orthogonal(Gaussian):
 
 
 class Hadamard(Projection):
-    """Rows of HD₁HD₂HD₃ with χ norms, never formed."""
+    """Rows of HD₁HD₂HD₃ with χ norms, never materialised."""
 
     signs: Tensor
     norms: Tensor
@@ -117,20 +117,20 @@ class Hadamard(Projection):
 
 
 def orthonormal_columns(gaussian: Float[Tensor, "*b d r"]) -> Float[Tensor, "*b d r"]:
-    """Orthonormal columns, uniform (Haar) where the entries given are independent N(0, 1); r ≤ d."""
+    """Return orthonormal columns; they are uniform (Haar) if the given entries are independent N(0, 1); r ≤ d."""
     Q, R = torch.linalg.qr(gaussian)
     # A Householder QR fixes the signs of R; only with a positive diagonal is Q uniform on the orthogonal group.
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
 
 RADIX = 64
-"""The width that one small matrix product transforms at once: more arithmetic than six passes, but far faster."""
+"""Width of the small matrix product that replaces six butterfly passes: more arithmetic, but far faster."""
 
 
 def walsh_hadamard(x: Float[Tensor, "*b p"]) -> Float[Tensor, "*b p"]:
-    """H x along the last axis, p a power of two, H of entries ±1 (Sylvester's order), in O(p log p).
+    """Return H x along the last axis in O(p log p); p is a power of two, H has entries ±1 (Sylvester's order).
 
-    H_p = H_{p/64} ⊗ H_64: transform rows of 64, then columns the same way.
+    H_p = H_{p/64} ⊗ H_64: transform the rows of 64, then the columns.
 
     >>> walsh_hadamard(torch.tensor([1.0, 0.0, 0.0, 2.0]))
     tensor([ 3., -1., -1.,  3.])
@@ -142,11 +142,11 @@ def walsh_hadamard(x: Float[Tensor, "*b p"]) -> Float[Tensor, "*b p"]:
     if p <= RADIX:
         return x @ H
     rows = x.unflatten(-1, (p // RADIX, RADIX)) @ H
-    return walsh_hadamard(rows.mT.contiguous()).mT.flatten(-2)  # contiguous: one product, not one a token
+    return walsh_hadamard(rows.mT.contiguous()).mT.flatten(-2)  # contiguous: one product, not one per token
 
 
 def walsh_hadamard_flops(p: int) -> int:
-    """Flops of one `walsh_hadamard` of width p: a product with H of at most RADIX for each digit."""
+    """Return the flops of one `walsh_hadamard` of width p: one product with an H of at most RADIX per digit."""
     flops, width = 0, p
     while width > 1:
         radix = min(width, RADIX)
@@ -157,7 +157,7 @@ def walsh_hadamard_flops(p: int) -> int:
 def projection(
     d: int, features: int, seed: int, orthogonal: bool | Literal["hadamard"], heads: int | None
 ) -> Projection:
-    """The projection that `orthogonal` asks for, drawn from the seed."""
+    """Return the projection that the option `orthogonal` names, drawn from the seed."""
     if orthogonal == "hadamard":
         kind: type[Projection] = Hadamard
     elif isinstance(orthogonal, bool):

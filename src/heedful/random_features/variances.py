@@ -1,4 +1,4 @@
-"""The variance of φ(x)·φ(y) as an estimate of e^{xᵀy}, in closed form, for m independent ω (scaled x, y; z = x + y).
+"""Variances of φ(x)·φ(y) as an estimate of e^{xᵀy}, in closed form, for m independent ω (scaled x, y; z = x + y).
 
 All of them follow from E exp(a ω² + b ω) = (1−2a)^-½ exp(b² / 2(1−2a)) for ω ~ N(0, 1) and a < ½.
 
@@ -51,7 +51,7 @@ def variance_sderf(
     query_axes: Float[Tensor, "d d"] | None = None,
     key_axes: Float[Tensor, "d d"] | None = None,
 ) -> Float[Tensor, "*b"]:
-    """DERF of any kind with A and axes as `FavorSharp` keeps them; without axes, in those of x and y."""
+    """Return the variance of any DERF. A and the axes are the buffers of `FavorSharp`; default: no change of axes."""
     target = (x * y).sum(-1)
     x = x if query_axes is None else x @ query_axes.mT
     y = y if key_axes is None else y @ key_axes.mT
@@ -63,8 +63,8 @@ def variance_sderf(
 def variance_favor_plus_orthogonal(x: Float[Tensor, "*b d"], y: Float[Tensor, "*b d"], m: int) -> Float[Tensor, "*b"]:
     """FAVOR+ with rows orthogonal in blocks of d and independent χ_d norms.
 
-    Two rows of one block: ω + ω' has the norm √(χ² + χ'²), a χ_2d, along a uniform direction, so that E e^{(ω+ω')ᵀz} =
-    ₁F₁(d; d/2; ‖z‖²/2) < e^{‖z‖²}: a negative covariance for each of the pairs of one block.
+    For two rows of one block, ω + ω' has the norm √(χ² + χ'²), a χ_2d, along a uniform direction. So E e^{(ω+ω')ᵀz} =
+    ₁F₁(d; d/2; ‖z‖²/2) < e^{‖z‖²}: each pair of rows in a block has a negative covariance.
     """
     d, square = x.shape[-1], _square(x + y)
     hypergeometric = term = torch.ones_like(square)

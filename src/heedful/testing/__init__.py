@@ -1,14 +1,14 @@
-"""The contract as a test suite: `check_mechanism` for any mechanism, anybody's.
+"""The contract as a test suite: `check_mechanism` tests any mechanism, also one outside this package.
 
-    algebra      the fast path, the operator and the gradients are those of the matrix
-    streaming    steps replay the whole, the future leaves the past alone
-    batches      batch mates, padding, packing, strides and broadcast axes change nothing
-    arithmetic   low precision, large logits, empty rows, memory that nobody wrote
-    costs        flops, bytes and state are what `cost` says
-    manners      compiling, copying, repeating, and errors in words
+    algebra      fast path, operator and gradients agree with the matrix
+    streaming    steps reproduce `forward`, and later tokens do not change earlier outputs
+    batches      other batch entries, padding, packing, strides and broadcast axes do not change a result
+    arithmetic   low precision, large logits, empty rows, uninitialised memory
+    costs        flops, bytes and state agree with `cost`
+    manners      compiling, copying, repeated calls, and error messages
 
-Each check is one function of a `Case`, named by the law it holds a mechanism to; `CHECKS` lists them in order, so that
-pytest can run one test for each mechanism and each law:
+Each check is one function of a `Case`, named by the law that it tests. `CHECKS` lists them in order, so that pytest can
+run one test per mechanism and law:
 
     @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
     def test_mine(check):
@@ -83,7 +83,13 @@ CHECKS: dict[str, Callable[[Case], None]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one check went, in how many seconds, and why where it did not pass."""
+    """The verdict of one check, its time in seconds, and the reason if it did not pass.
+
+    >>> import heedful as h
+    >>> report = h.testing.examine(h.testing.Case(h.Softmax), checks=["calls_repeat"])
+    >>> report.outcomes["calls_repeat"].verdict
+    'passed'
+    """
 
     verdict: Literal["passed", "failed", "does not apply"]
     seconds: float
@@ -92,18 +98,24 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The outcome of each check, in order."""
+    """The outcomes of all checks, in order; see `examine`.
+
+    >>> import heedful as h
+    >>> report = h.testing.examine(h.testing.Case(h.Softmax), checks=["inputs_are_left_alone", "calls_repeat"])
+    >>> report.passed, report.names("failed")
+    (True, [])
+    """
 
     mechanism: str
     outcomes: dict[str, Outcome]
 
     def names(self, verdict: str) -> list[str]:
-        """The checks that went so."""
+        """Return the names of the checks with this verdict."""
         return [name for name, outcome in self.outcomes.items() if outcome.verdict == verdict]
 
     @property
     def passed(self) -> bool:
-        """No check failed."""
+        """True if no check failed."""
         return not self.names("failed")
 
     def __repr__(self) -> str:
@@ -125,9 +137,9 @@ def check_mechanism(
     large: Callable[[], Mechanism] | Mechanism | None = None,
     checks: Iterable[str] | None = None,
 ) -> Report:
-    """Hold a mechanism to the whole contract; an AssertionError lists every law that it breaks.
+    """Test a mechanism against the whole contract; raise an AssertionError that lists every law it breaks.
 
-    One's own mechanism in thirty lines::
+    A complete mechanism in thirty lines::
 
         import torch
 
@@ -166,17 +178,21 @@ def check_mechanism(
 
         print(check_mechanism(PrefixMean))
 
-    `heedful.RecurrentMechanism` has a complete example that goes token by token, and says what each helper is for.
+    `heedful.RecurrentMechanism` has a complete example that decodes token by token, and explains the helpers. To run
+    only some of the checks:
 
-    Give `build` as a function without arguments (the class itself, where it takes none), or as an instance, which is
-    copied. What a mechanism can do is read from its type: steps are checked for a `RecurrentMechanism`, causality where
-    `mechanism.pattern.is_causal`; the report says what did not apply and why.
+    >>> import heedful as h
+    >>> h.testing.check_mechanism(h.Softmax, checks=["calls_repeat", "forward_is_matrix_times_v"]).passed
+    True
 
-    d, e, heads   widths of keys and values and number of heads, where the mechanism was built for certain ones
-    length        the longest sequence it takes; no check goes beyond, and the cost is checked there
-    large         builds it with options for sequences of that length, where `build` gives a small one: a window of 5
-                  keys is good for a test, but tiles that are larger than that would not match its cost
-    checks        names from `CHECKS`, all of them by default
+    build         a function without arguments (such as the class), or an instance, which is copied. Its type decides
+                  which checks apply: steps for a `RecurrentMechanism`, causality if `mechanism.pattern.is_causal`. The
+                  report says which checks did not apply and why
+    d, e, heads   widths of keys and values and number of heads, if the mechanism needs certain ones
+    length        the longest sequence that it takes; no check uses a longer one, and costs are checked at this length
+    large         builds the mechanism with options for sequences of that length, if `build` returns a small one: a
+                  window of 5 keys is good for most tests, but its cost would not match kernels with larger tiles
+    checks        names from `CHECKS`; all by default
     """
     report = examine(Case(build, d, e, heads, length, large), checks)
     if not report.passed:
@@ -189,7 +205,12 @@ def check_mechanism(
 
 
 def examine(case: Case, checks: Iterable[str] | None = None) -> Report:
-    """Run the checks one after the other and report, whatever happens."""
+    """Run the checks in order and return a report; a failed check does not raise.
+
+    >>> import heedful as h
+    >>> h.testing.examine(h.testing.Case(h.Softmax), checks=["inputs_are_left_alone", "calls_repeat"]).passed
+    True
+    """
     chosen = list(CHECKS if checks is None else checks)
     if unknown := [name for name in chosen if name not in CHECKS]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a mechanism computes: the fast path, the operator and the gradients are those of the matrix."""
+"""Algebra: the fast path, the operator and the gradients agree with the matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from heedful.testing.case import (
 )
 
 # One token, two, odd lengths around the usual tile sizes, fewer queries than keys (a cache), and one long sequence:
-# kernels change their ways at powers of two, and 1024 is the last that a definition in float64 reaches in a moment.
+# kernels switch between code paths at powers of two, and 1024 is the largest at which float64 `matrix` is still fast.
 LONG = 1100
 SIZES = ((1, 1), (2, 2), (63, 63), (100, 100), (257, 257), (1, 100), (63, 100), (2, 257), (1, LONG), (LONG, LONG))
 WIDE = 130  # values wider than 64 and 128, where kernels begin a second block of columns
@@ -71,13 +71,13 @@ def outputs_add_up_with_the_values(case: Case) -> None:
 
 
 def operator_is_the_matrix(case: Case) -> None:
-    """A @ x, A.mT @ y, rows, sums over rows, to_dense and materialise are those of matrix(q, k)."""
+    """A @ x, A.mT @ y, rows, sums over rows, to_dense and materialise agree with matrix(q, k)."""
     mechanism = case.mechanism()
     ids = torch.tensor([0] * 11 + [1] * 20 + [-1] * 2)
     for n, m, segments in ((33, 33, None), (9, 63, None), (33, 33, ids)):
         q, k, _ = case.draw(n, m, seed=3)
         where = f"n = {n}, m = {m}{'' if segments is None else ', packed'}"
-        with torch.no_grad():  # where measurements run; the adjoint must find its gradient all the same
+        with torch.no_grad():  # as in measurements; the adjoint must enable gradients itself
             A = mechanism.operator(q, k, segments=segments)
             _products_agree(A, mechanism.matrix(q, k, segments=segments), where)
             _parts_agree(A, mechanism.matrix(q, k, segments=segments), where)
@@ -169,7 +169,7 @@ def gradients_are_those_of_the_matrix(case: Case) -> None:
 
 
 def unread_queries_and_keys_have_no_say(case: Case) -> None:
-    """Heads of which `reads_qk` says False give the same bits with other queries and keys."""
+    """Heads for which `reads_qk` returns False give bit-equal outputs with other queries and keys."""
     mechanism = case.mechanism()
     reads = mechanism.reads_qk(case.heads)
     assert len(reads) == case.heads, f"reads_qk({case.heads}): {len(reads)} answers, expected one for each head."

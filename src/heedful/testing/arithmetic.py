@@ -1,4 +1,4 @@
-"""Arithmetic: low precision, large logits, rows with nothing to see, memory that nobody wrote."""
+"""Arithmetic: low precision, large logits, rows without visible keys, uninitialised memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def precision_is_no_worse_than_naive(case: Case) -> None:
     """In every precision, output and gradients err at most twice as much as matrix(q, k) @ v does in that precision.
 
-    The reference is float64 on the same rounded inputs (so float64 itself is only asked for its dtype; its error is
-    the first check's). Errors are the largest of the outputs and the Euclidean norm of gradients, where the largest of
-    a naive float32 computation is a matter of luck. The floor is what a computation with float32 sums can't avoid: two
-    units in the last place for rounding the result, or √m roundings of float32 for a sum of m terms.
+    The reference is float64 on the same rounded inputs. (For float64 itself, this check tests only the dtype;
+    `forward_is_matrix_times_v` tests the error.) The error is the maximum for outputs and the Euclidean norm for
+    gradients, because the maximum error of a naive float32 gradient varies at random. The tolerance is at least the
+    error that float32 sums cannot avoid: two units in the last place for rounding the result, or √m float32 roundings
+    for a sum of m terms.
     """
     for dtype in DTYPES:
         mechanism, exact = case.mechanism(dtype), case.mechanism(dtype).to(torch.float64)
-        for n, m, offset in ((200, 200, 0), (16, 1000, 1)):  # a long sum of one sign is where low precision stalls
+        for n, m, offset in ((200, 200, 0), (16, 1000, 1)):  # low precision fails on long sums of one sign
             if m > case.length:
                 continue
             q, k, v = case.draw(n, m, seed=1, dtype=dtype)
@@ -46,7 +47,7 @@ def precision_is_no_worse_than_naive(case: Case) -> None:
 
 
 def products_and_steps_are_as_precise(case: Case) -> None:
-    """The adjoint and the recurrence obey the same bound in low precision as the output does, 200 steps long."""
+    """In low precision, the adjoint and 200 steps of the recurrence obey the same error bound as the output."""
     n = min(200, case.length)
     for dtype in DTYPES:
         mechanism, exact = case.mechanism(dtype), case.mechanism(dtype).to(torch.float64)
@@ -62,12 +63,12 @@ def products_and_steps_are_as_precise(case: Case) -> None:
 
 
 def arithmetic_is_that_of_the_inputs(case: Case) -> None:
-    """float64 inputs are computed in float64, and float32 inputs in float32, in the definition too.
+    """float64 inputs are computed in float64 and float32 inputs in float32, also in `matrix`.
 
-    The other laws compare with the definition, so one that rounds as the fast path does would hide both. First: a
-    float64 matrix follows inputs that change by 10⁻⁸ evenly, twice as far for twice the change, while one that is
-    rounded on the way stays or jumps. Then: float32 results differ from float64 by what one rounding of the
-    inputs does, and by 64 roundings of a result.
+    The other checks compare with `matrix`, so they would miss a `matrix` that rounds like the fast path. First test: if
+    the inputs change by 10⁻⁸, a float64 matrix changes in proportion, while a matrix that was rounded on the way stays
+    equal or jumps. Second test: float32 results differ from float64 by at most the effect of one rounding of the
+    inputs, plus 64 roundings of a result.
     """
     q, k, v = case.draw(24, seed=9, batch=())
     exact, generator = case.mechanism(), torch.Generator().manual_seed(10)
@@ -78,7 +79,7 @@ def arithmetic_is_that_of_the_inputs(case: Case) -> None:
 
     here = moved(0.0)
     once, twice = moved(1e-8) - here, moved(2e-8) - here
-    if not torch.equal(moved(0.3), here):  # fixed weights do not follow q and k at all
+    if not torch.equal(moved(0.3), here):  # fixed weights do not depend on q and k
         uneven, far = (twice - 2 * once).abs().max().item(), once.abs().max().item()
         assert far and uneven <= 0.05 * far, (
             f"matrix of float64 inputs that move by 1e-8 moves by {far:.1e}, and uneven by {uneven:.1e}. Likely cause: "
@@ -139,10 +140,10 @@ def inputs_are_left_alone(case: Case) -> None:
 def large_logits_are_right(case: Case) -> None:
     """With scores up to ±10⁴ an output errs at most twice as much as matrix(q, k) @ v does in that precision.
 
-    So do steps, the outputs of packed segments and, in float32, the gradients. The truth is the definition in float64
-    on the same rounded inputs. The floor is what a rounding of the result and of one score in float32 explain: a score
-    s is known to ε·s, and so is the logarithm of a weight. Where the definition overflows in a precision, nothing is
-    asked there. In float64 the tolerance is the oracle's.
+    The same holds for steps, for outputs under packed segments and, in float32, for gradients. The reference is
+    `matrix` in float64 on the same rounded inputs. The tolerance is at least one rounding of the result and of one
+    score in float32: a score s, and so the logarithm of a weight, has an error of ε·s. The check skips a precision in
+    which `matrix` overflows. In float64 the tolerance is that of the oracle.
     """
     n, cause = 40, "weights that vanish or overflow before their row is divided, or scores that are clipped"
     ids = torch.tensor([0] * 17 + [1] * (n - 17))
@@ -173,7 +174,7 @@ def large_logits_are_right(case: Case) -> None:
             got = with_gradients(mechanism, inputs, weight)[1:]
             plain = with_gradients(lambda *x, a=mechanism: dense(a, *x), inputs, weight)[1:]
             wanted = with_gradients(lambda *x, a=exact: dense(a, *x), wide, weight)[1:]
-            # a gradient that cancels is still a sum of such terms
+            # a gradient may cancel to a small value, but its rounding error is that of its terms
             most = weight.abs().max().item()
             sizes = terms[1] * terms[2] * most, terms[0] * terms[2] * most, most
             for name, one, other, right, size in zip("qkv", got, plain, wanted, sizes, strict=True):
@@ -207,9 +208,9 @@ def _assert_survives(
 
 
 def masked_rows_are_zero(case: Case) -> None:
-    """A query with nothing to attend to gets zeros and passes zero gradients on, in every precision.
+    """A query without visible keys gets zeros and propagates zero gradients, in every precision.
 
-    Products with the operator, with its adjoint, and sums over rows are zeros too.
+    Products with the operator and with its adjoint and sums over rows are zeros too.
     """
     n = 9
     layouts: list[tuple[str, Segments]] = [
@@ -240,7 +241,7 @@ def masked_rows_are_zero(case: Case) -> None:
 
 
 def _assert_still_learns(mechanism: Mechanism, inputs: tuple[Tensor, ...], segments: Segments, name: str) -> None:
-    """What has gradients in an ordinary call has them where nothing is seen: each input alone, then the parameters."""
+    """Tensors with gradients in an ordinary call also have them if no key is visible: each input, then parameters."""
     learned = [p for p in mechanism.parameters() if p.requires_grad]
     for letter in ("q", "k", "v", "the parameters"):
         for parameter in learned:
@@ -254,7 +255,7 @@ def _assert_still_learns(mechanism: Mechanism, inputs: tuple[Tensor, ...], segme
 
 
 def every_output_is_written(case: Case) -> None:
-    """With fresh memory full of NaN, results are finite and right: nothing is left as torch.empty made it."""
+    """If new memory is filled with NaN, results are still finite and correct: no entry is left uninitialised."""
     mechanism = case.mechanism()
     ids = torch.tensor([0] * 20 + [-1] * 13 + [1] * 30)
     cause = "torch.empty leaves rows that no tile, chunk or segment writes"
@@ -289,7 +290,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an operation without a deterministic form is no fault here
+            warnings.simplefilter("ignore")  # operations without a deterministic version are allowed here
             yield
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])

@@ -1,4 +1,4 @@
-"""Space: batch mates, padding, packing, empty sequences, strides and broadcast axes change nothing."""
+"""Batches: other entries, padding, packing, empty sequences, strides and broadcast axes do not change a result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batch_mates_are_independent(case: Case) -> None:
 
 
 def padded_and_packed_equal_separate(case: Case) -> None:
-    """Padding on either side, packing and interleaving give, row for row, what the separate sequences give."""
+    """Padded, packed and interleaved batches give, row for row, the results of the separate sequences."""
     mechanism = case.mechanism()
     for name, n, m, segments, query_ids, key_ids in _layouts(case):
         q, k, v = case.draw(n, m, seed=3, batch=(len(query_ids),))
@@ -61,7 +61,7 @@ def padded_and_packed_equal_separate(case: Case) -> None:
 
 
 def padding_has_no_say(case: Case) -> None:
-    """Garbage in padded positions changes nothing, and no gradient reaches them."""
+    """Arbitrary numbers in padded positions change no result, and the gradient there is zero."""
     mechanism, n = case.mechanism(), 12
     for side in ("left", "right"):
         ids = from_lengths(torch.tensor([0, 1, 7, 12]), n, padding=side)
@@ -83,9 +83,10 @@ def padding_has_no_say(case: Case) -> None:
 
 
 def empty_sequences_work(case: Case) -> None:
-    """No queries, no keys, no batch, one value column: shapes as usual, zeros where there is nothing to see.
+    """No queries, no keys, an empty batch, one value column: shapes are right, rows without visible keys are zero.
 
-    Without segments, with one tensor of them and with a pair; forward, gradients, operator, adjoint and prefill.
+    Tested without segments, with one tensor of segments and with a pair, for forward, gradients, operator, adjoint and
+    prefill.
     """
     mechanism = case.mechanism()
     for n, m, batch, e, segments in _empty(case):
@@ -115,7 +116,7 @@ def empty_sequences_work(case: Case) -> None:
 
 
 def strides_do_not_matter(case: Case) -> None:
-    """Transposed, strided and expanded inputs give what contiguous ones give, gradients too."""
+    """Transposed, strided and expanded inputs give the outputs and gradients of contiguous ones."""
     mechanism, n = case.mechanism(), 37
     plain = case.draw(n, seed=7)
     weight = case.draw(n, seed=8)[2]
@@ -140,7 +141,7 @@ def strides_do_not_matter(case: Case) -> None:
 
 
 def batch_axes_broadcast(case: Case) -> None:
-    """Batch axes of size 1 or absent serve all: shared keys, grouped queries, shared queries, shared values."""
+    """Batch axes that are missing or of size 1 broadcast: shared keys, grouped queries, shared queries and values."""
     mechanism, n, h = case.mechanism(), 21, case.heads
     shapes = {
         "one key head for all": ((2, h), (2, 1), (2, 1)),
@@ -172,7 +173,7 @@ def batch_axes_broadcast(case: Case) -> None:
 
 
 def _empty(case: Case) -> Iterator[tuple[int, int, tuple[int, ...], int, Segments | None]]:
-    """n, m, batch axes, e and segments, with something of size 0 or 1."""
+    """Yield n, m, batch axes, e and segments, at least one of them of size 0 or 1."""
     e = case.e
     for n, m, batch in ((0, 0, (2,)), (0, 5, (2,)), (4, 4, (0,))):
         ids = torch.zeros(m, dtype=torch.long)
@@ -187,12 +188,12 @@ def _empty(case: Case) -> Iterator[tuple[int, int, tuple[int, ...], int, Segment
 
 
 def _padding(ids: Tensor) -> Tensor:
-    """Positions that are padding in every row, so that one index serves all."""
+    """Return the positions that are padding in every row, so that one index applies to all rows."""
     return (ids < 0).all(0).nonzero()[:, 0]
 
 
 def _layouts(case: Case) -> Iterator[tuple[str, int, int, Segments, Tensor, Tensor]]:
-    """Name, n, m, segments as the caller gives them, and ids of queries and keys, one row for each batch entry."""
+    """Yield name, n, m, segments for the call, and the ids of queries and keys, one row per batch entry."""
     lengths = torch.tensor([0, 1, 7, 12])
     right, left = from_lengths(lengths, 12), from_lengths(lengths, 12, padding="left")
     packed = torch.tensor([0] * 7 + [1] + [2] * 12 + [-1] * 3)

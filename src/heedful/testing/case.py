@@ -1,11 +1,12 @@
-"""What the checks share: a mechanism under test, inputs drawn from explicit seeds, and a tolerance that is derived.
+"""Shared parts of the checks: a mechanism under test, inputs drawn from explicit seeds, and a derived tolerance.
 
     tolerance   32 · terms · (|f(x moved by one rounding) − f(x)| + eps · max |f(x)|)
 
-f is the definition in float64, and terms the length of its sums: another order of summing rounds that many times. What
-one rounding may do is seen by moving every input by one unit in the last place, so an ill-conditioned mechanism gets
-the slack that its mathematics needs, and no other does. The factor is for intermediate results that no input shows (a
-small normaliser, in gradients). At 100 tokens all this is about 10⁻¹²; a true difference is a million times larger.
+f is `matrix` in float64, and terms is the length of its sums: a different order of summation rounds that many times. To
+estimate the effect of one rounding, every input is moved by one unit in the last place. So only an ill-conditioned
+mechanism gets a large tolerance. The factor 32 covers intermediate results that are more sensitive than the inputs
+(such as a small normaliser, in gradients). At 100 tokens the tolerance is about 10⁻¹²; a real error is a million times
+larger.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from heedful.shapes import Float, Int, Tensor
 
 
 class DoesNotApply(Exception):
-    """The law says nothing about this mechanism; the message says why."""
+    """Raised by a check whose law does not apply to the mechanism; the message says why.
+
+    >>> import heedful as h
+    >>> try:
+    ...     h.testing.CHECKS["future_leaves_the_past_alone"](h.testing.Case(lambda: h.Softmax(h.Full())))
+    ... except h.testing.DoesNotApply:
+    ...     print("not causal")
+    not causal
+    """
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,11 @@ class Case:
 
     build    a function without arguments that returns the mechanism, or the mechanism itself (it is copied)
     length   the longest sequence that it takes
-    large    the same with options for a sequence of `length`, for the check of its cost; `build` where not given
+    large    like `build`, with options for sequences of `length`, for the check of the cost; `build` by default
+
+    >>> import heedful as h
+    >>> case = h.testing.Case(h.Softmax, d=16, heads=4)
+    >>> h.testing.CHECKS["forward_is_matrix_times_v"](case)
     """
 
     build: Callable[[], Mechanism] | Mechanism
@@ -44,15 +57,15 @@ class Case:
     large: Callable[[], Mechanism] | Mechanism | None = None
 
     def mechanism(self, dtype: torch.dtype = torch.float64, *, seed: int = 0) -> Mechanism:
-        """A new instance in that precision; any random initialisation follows the seed."""
+        """Return a new instance in this dtype; the seed determines random initial values."""
         return _built(self.build, seed).to(dtype).eval()
 
     def full_size(self) -> Mechanism:
-        """A new instance in float32 with the options of real use."""
+        """Return a new instance in float32 with the options for full-size sequences."""
         return _built(self.build if self.large is None else self.large, 0).to(torch.float32).eval()
 
     def recurrent(self, dtype: torch.dtype = torch.float64) -> RecurrentMechanism:
-        """A new instance, where the mechanism can go token by token."""
+        """Return a new instance; raise DoesNotApply if the mechanism cannot decode token by token."""
         mechanism = self.mechanism(dtype)
         if not isinstance(mechanism, RecurrentMechanism):
             raise DoesNotApply(f"{type(mechanism).__name__} is no RecurrentMechanism")
@@ -64,7 +77,7 @@ class Case:
 
     @property
     def takes_more_queries_than_keys(self) -> bool:
-        """Only where every query sees every key do positions, and so the alignment, not matter."""
+        """True if every query sees every key: only then positions, and so the alignment, do not matter."""
         return isinstance(self.pattern, Full)
 
     def require_causal(self) -> None:
@@ -82,7 +95,7 @@ class Case:
         dtype: torch.dtype = torch.float64,
         spread: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gaussian q (*batch, heads, n, d), k (…, m, d) and v (…, m, e)."""
+        """Draw Gaussian q (*batch, heads, n, d), k (…, m, d) and v (…, m, e)."""
         m = n if m is None else m
         shapes = (n, self.d), (m, self.d), (m, self.e if e is None else e)
         generator = torch.Generator().manual_seed(seed)
@@ -102,7 +115,7 @@ def _built(build: Callable[[], Mechanism] | Mechanism, seed: int) -> Mechanism:
 
 
 def dense(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
-    """The oracle: the definition, then one matrix product."""
+    """Return the oracle: `matrix`, then one matrix product."""
     return mechanism.matrix(q, k, segments=segments) @ v
 
 
@@ -114,7 +127,7 @@ def separate(
     query_ids: Int[Tensor, "B n"],
     key_ids: Int[Tensor, "B m"],
 ) -> Float[Tensor, "B *h n e"]:
-    """The oracle of padding and packing: each segment taken out of its batch and attended to alone."""
+    """Return the oracle of padding and packing: attention in each segment separately, outside its batch."""
     rows = []
     for at, (ids, among) in enumerate(zip(query_ids, key_ids, strict=True)):
         out = torch.zeros(*q.shape[1:-1], v.shape[-1], dtype=v.dtype)
@@ -128,7 +141,7 @@ def separate(
 
 
 def with_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-    """The output of a call, and the gradients of ⟨output, weight⟩ in its inputs (zeros where one has no say)."""
+    """Return the output of a call, and the gradients of ⟨output, weight⟩ in its inputs (zeros for unused inputs)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = call(*leaves)
     if not out.requires_grad:
@@ -143,20 +156,20 @@ def with_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], weight
 
 @dataclass(frozen=True)
 class Oracle:
-    """A value and how far rounding may take another computation of it away."""
+    """A reference value, and the tolerance for rounding in another computation of it."""
 
     value: Tensor
     bound: float
 
 
 def oracles(function: Callable[..., Sequence[Tensor]], *inputs: Tensor, terms: int) -> list[Oracle]:
-    """What `function` of float64 inputs returns, each result with its tolerance (see the top of this file)."""
+    """Return the results of `function` on float64 inputs, each with its tolerance (see the top of this file)."""
     eps = torch.finfo(torch.float64).eps
     generator = torch.Generator().manual_seed(0)
     values = function(*inputs)
     moved = function(*(x * (1 + eps * torch.randn(x.shape, generator=generator, dtype=x.dtype)) for x in inputs))
     found = []
-    scale = max(map(_largest, values))  # of all results: a gradient that cancels to zero is still a sum of such terms
+    scale = max(map(_largest, values))  # over all results: a gradient that cancels has the rounding error of its terms
     for value, other in zip(values, moved, strict=True):
         if not torch.isfinite(value).all():
             bad = int((~torch.isfinite(value)).sum())
@@ -175,7 +188,7 @@ def oracle(function: Callable[..., Tensor], *inputs: Tensor, terms: int) -> Orac
 
 
 def assert_agrees(got: Tensor, want: Oracle, law: str, cause: str) -> None:
-    """Raise an error that says which law broke, how far off the result is, and the likely cause."""
+    """Raise an error with the broken law, the error of the result and the likely cause, unless `got` agrees."""
     if got.shape != want.value.shape:
         raise AssertionError(
             f"{law}: shape {tuple(got.shape)}, expected {tuple(want.value.shape)}. Likely cause: {cause}."
@@ -196,7 +209,7 @@ def assert_agrees(got: Tensor, want: Oracle, law: str, cause: str) -> None:
 
 
 def assert_same(got: Tensor, want: Tensor, law: str, cause: str) -> None:
-    """Bit for bit."""
+    """Raise unless the two are bit-equal."""
     if got.shape != want.shape or not torch.equal(got, want):
         gap = (
             f"off by {_largest((got - want).detach()):.1e}" if got.shape == want.shape else f"shape {tuple(got.shape)}"
@@ -205,7 +218,7 @@ def assert_same(got: Tensor, want: Tensor, law: str, cause: str) -> None:
 
 
 def assert_zero(x: Tensor, law: str, cause: str) -> None:
-    """Exactly, and not NaN."""
+    """Raise unless all entries are exactly zero."""
     if not (x == 0).all():
         wrong = x[x != 0]
         raise AssertionError(

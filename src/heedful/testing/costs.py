@@ -1,4 +1,4 @@
-"""What `cost` says, against what really runs and what is really kept."""
+"""Costs: compares `cost` with the operations that run and the state that is stored."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from heedful.testing.flops import FlopCounter
 LEAST, PADDED, MOST, GROWTH = 0.75, 0.5, 1.1, 0.25
 """cost.flops must lie between LEAST and MOST times the counted ones.
 
-A fast path does more than the necessary work, and can't do less, up to the terms that a formula leaves out: a quarter
-at most (a learned part, the corners of tiles on the diagonal). Where the tiles of a sparse pattern hold much that the
-pattern leaves out, LEAST is of the work on the pairs that it lets through, not of the work that was counted. Where
-values are wider than keys, a fused kernel fills the keys up with zeros, and the bound is PADDED times the counted ones.
-From one length to twice that length both must grow alike, within GROWTH: tiles fit two lengths differently well, by a
-fifth at worst (random blocks), while another power of the length would show as 2×.
+A fast path may do more than the necessary work, but not less, except for terms that the formula omits: at most a
+quarter (a learned part, corners of tiles on the diagonal). If the tiles of a sparse pattern contain many hidden pairs,
+LEAST applies to the work on visible pairs, not to the counted work. If values are wider than keys, a fused kernel pads
+the keys with zeros, and the bound is PADDED times the counted flops. If the length doubles, both must grow by the same
+factor, within GROWTH: the overhead of tiles differs between two lengths by at most a fifth (random blocks), while a
+wrong power of the length would give a factor of 2.
 """
 
 
 def flops_are_what_cost_says(case: Case) -> None:
-    """cost.flops agrees with a counter that refuses unknown operations, at six shapes, and grows as it does."""
+    """cost.flops agrees with a counter that raises on unknown operations, at six shapes, and grows like it."""
     mechanism, n, d = case.full_size(), case.length, case.d
     said, ran = {}, {}
     for shape in ((n, n, d), (n // 2, n // 2, d), (n, n, 4 * d), (n // 8, n, d)):
@@ -45,7 +45,7 @@ def flops_are_what_cost_says(case: Case) -> None:
 
 
 def _compare_flops(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """The flops of a call as `cost` says and as counted, which must agree."""
+    """Return the flops of a call according to `cost` and as counted; raise unless they agree."""
     with torch.no_grad(), FlopCounter() as counter:
         mechanism(q, k, v)
     dims = Dims.of(q, k, v)
@@ -64,7 +64,7 @@ def _compare_flops(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> tup
 
 
 def bytes_cover_the_inputs(case: Case) -> None:
-    """cost holds integers, and the bytes of each input and the output once at least; shared keys are read once."""
+    """cost has integers, and its bytes count each input and the output at least once; shared keys count once."""
     mechanism, h = case.mechanism(), case.heads
     for dims in (Dims(1, 1, case.d, case.e), Dims(20, 100, case.d, case.e, batch=6 * h, itemsize=2)):
         cost = mechanism.cost(dims)
@@ -87,7 +87,7 @@ def bytes_cover_the_inputs(case: Case) -> None:
 
 
 def state_is_what_cost_says(case: Case) -> None:
-    """cost.state is the number of floating-point numbers in the state after m tokens, where queries share keys too."""
+    """cost.state is the number of floating-point numbers in the state after m tokens, also if queries share keys."""
     mechanism = case.mechanism()
     if not isinstance(mechanism, RecurrentMechanism):
         state = mechanism.cost(Dims(8, 8, case.d, case.e)).state
@@ -113,7 +113,7 @@ def state_is_what_cost_says(case: Case) -> None:
 
 
 def _after_steps(mechanism: RecurrentMechanism, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The state after all tokens, one by one."""
+    """Return the state after one step per token."""
     state = mechanism.init_state(q, k, v)
     for at in range(k.shape[-2]):
         state = mechanism.step(state, *(x[..., at : at + 1, :] for x in (q, k, v)))[1]
@@ -123,7 +123,7 @@ def _after_steps(mechanism: RecurrentMechanism, q: Tensor, k: Tensor, v: Tensor)
 def _grouped(
     case: Case, n: int, e: int | None = None, dtype: torch.dtype = torch.float64
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Inputs whose queries share keys and values: all heads of a group, and one head of several rows."""
+    """Return inputs whose queries share keys and values: all heads of a group, and one head of several batch rows."""
     others = case.heads + 1
     q, k, v = case.draw(n, seed=3, batch=(2, others), e=e, dtype=dtype)
     yield "the heads of a group share keys", q, k[..., :1, :, :], v[..., :1, :, :]
@@ -131,7 +131,7 @@ def _grouped(
 
 
 def _visible_pairs(mechanism: Mechanism, q: Tensor, k: Tensor) -> int:
-    """Queries and keys that see each other, over the batch; of a mechanism of several, those with a weight."""
+    """Return the number of visible pairs over the batch; for a mechanism with several parts, of pairs with weight."""
     if sum(isinstance(part, Mechanism) for part in mechanism.modules()) > 1:
         with torch.no_grad():
             return int(mechanism.matrix(q, k).count_nonzero())
@@ -139,7 +139,7 @@ def _visible_pairs(mechanism: Mechanism, q: Tensor, k: Tensor) -> int:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor in a state, however it is nested."""
+    """Yield every tensor in a nested state."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):

@@ -1,8 +1,8 @@
-"""Counts the floating-point operations that really run, and refuses to guess.
+"""Counts the floating-point operations that run, and raises on unknown ones.
 
 counted     matrix products (a multiply-add is two), fused attention, prefix sums, dense factorisations
-free        elementwise operations, reductions, views, copies, indexing, sorting: what `Cost.flops` leaves out too
-unknown     an error with the name of the operation, because a counter that skips what it does not know proves nothing
+free        elementwise operations, reductions, views, copies, indexing, sorting: `Cost.flops` omits them too
+unknown     an error with the name of the operation: a counter that skips unknown operations proves nothing
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Formula = Callable[..., int]
-"""Floating-point operations from the arguments of an operation."""
+"""A function from the arguments of an operation to its flops."""
 
 
 class UnknownOperation(RuntimeError):
-    """An operation ran that is neither counted nor known to be free."""
+    """Raised if an operation runs that is neither counted nor known to be free.
+
+    >>> import torch
+    >>> with FlopCounter():
+    ...     _ = torch.linalg.eigvals(torch.eye(3))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    heedful.testing.flops.UnknownOperation: ...
+    """
 
 
 class FlopCounter(TorchDispatchMode):
-    """Inside this block, `flops` grows by what each operation takes.
+    """Context manager that adds the flops of each operation to `flops`.
 
     >>> import torch
     >>> with FlopCounter() as counter:
@@ -32,8 +39,8 @@ class FlopCounter(TorchDispatchMode):
     >>> counter.flops
     120
 
-    `formulas` adds operations (a custom kernel's, say) by their name, "namespace::name": each is a function of the
-    operation's arguments.
+    `formulas` adds operations, such as those of a custom kernel, by their name "namespace::name". Each formula is a
+    function of the operation's arguments.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None):
@@ -47,7 +54,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func._schema.name.removesuffix("_")  # an operation and its in-place form take the same work
+        name = func._schema.name.removesuffix("_")  # an operation and its in-place version have the same flops
         if name in self.formulas:
             self.by_operation[name] += self.formulas[name](*args, **kwargs)
         elif not is_free(func, name):
@@ -60,37 +67,37 @@ class FlopCounter(TorchDispatchMode):
 
 
 def is_free(func: Any, name: str) -> bool:
-    """Elementwise (by torch's own tag), a view, or listed below."""
+    """True if the operation is elementwise (by torch's tag), a view, or listed below."""
     return torch.Tag.pointwise in func.tags or func.is_view or name.removeprefix("aten::") in FREE
 
 
 FREE = frozenset(
     name
     for names in (
-        # made, copied, moved
+        # creation and copies
         "_local_scalar_dense _to_copy _unsafe_view alias clone contiguous copy detach lift_fresh promote_types equal",
         "arange empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_full new_ones new_zeros",
         "full full_like ones ones_like zeros zeros_like zero eye scalar_tensor fill",
         "normal rand randn randint randperm rand_like randn_like randint_like uniform bernoulli exponential",
         "cat stack constant_pad_nd repeat repeat_interleave flip roll tril triu tril_indices triu_indices",
         "slice_scatter select_scatter diagonal_scatter diag_embed native_dropout",
-        # indexed, searched, sorted
+        # indexing, search and sorting
         "gather scatter scatter_add scatter_reduce index index_put _index_put_impl index_select index_copy index_add",
         "index_fill masked_fill masked_select masked_scatter nonzero nonzero_static take put where embedding",
         "sort argsort topk kthvalue median searchsorted bucketize isin unique_dim unique_consecutive _unique2 _unique",
         "histc bincount cummax cummin _cummax_helper _cummin_helper",
-        # reduced, and elementwise operations that torch does not tag
+        # reductions, and elementwise operations that torch does not tag
         "sum nansum mean prod amax amin aminmax max min argmax argmin any all std var std_mean var_mean norm logsumexp",
         "linalg_vector_norm count_nonzero _softmax softmax _log_softmax _safe_softmax native_layer_norm floor_divide",
         "log_sigmoid_forward",
     )
     for name in names.split()
 )
-"""Reductions, copies, indexing, sorting, drawing: no matrix product among them."""
+"""Reductions, copies, indexing, sorting, random numbers: none is a matrix product."""
 
 
 def _product(a, b, *_, **__) -> int:
-    """(…, n, d) by (…, d, m): a multiply-add for each of the n · m · d terms."""
+    """(…, n, d) by (…, d, m): n · m · d multiply-adds."""
     return 2 * a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
 
 
@@ -99,9 +106,10 @@ def _product_added(_added, a, b, *_, **__) -> int:
 
 
 def _fused(causal_at: int) -> Formula:
-    """Scores and their product with v over the pairs that a fused kernel visits.
+    """Flops of the scores and of their product with v, over the pairs that a fused kernel computes.
 
-    `is_causal` stands at a different place in the signature of each; it is aligned top-left: query i sees i + 1 keys.
+    `causal_at` is the place of `is_causal`, which differs between signatures. The causal mask is aligned top-left:
+    query i sees i + 1 keys.
     """
 
     def formula(q, k, v, *rest, is_causal=False, **_) -> int:
@@ -165,4 +173,4 @@ FORMULAS: dict[str, Formula] = {
     )
     for name in names.split()
 }
-"""What is counted, by the name of the operation without its overload."""
+"""Formulas of the counted operations, by their name without the overload."""

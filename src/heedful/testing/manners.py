@@ -1,4 +1,4 @@
-"""Manners: a mechanism compiles, travels, repeats itself, and says in words what it can't take."""
+"""Manners: a mechanism compiles, can be copied and saved, repeats its results, and names bad input in its errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from heedful.validation import check_finite
 def compiled_equals_eager(case: Case) -> None:
     """torch.compile changes neither output nor gradients.
 
-    The backend is "aot_eager": it captures graphs forward and backward as every backend does, and runs them as they
-    are. Generating code for them (14 to 25 seconds each) would test the compiler, not the mechanism.
+    The backend is "aot_eager": like every backend it captures the graphs of both passes, but it runs them without
+    generating code. Code generation takes 14 to 25 seconds each and would test the compiler, not the mechanism.
     """
     mechanism, n = case.mechanism(), 21
     inputs, weight = case.draw(n, seed=1), case.draw(n, seed=2)[2]
@@ -28,7 +28,7 @@ def compiled_equals_eager(case: Case) -> None:
     torch._dynamo.reset()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # where a graph ends early is the compiler's concern, not a wrong result
+            warnings.simplefilter("ignore")  # a graph break is no wrong result
             compiled = torch.compile(mechanism, backend="aot_eager", dynamic=False)
             got = with_gradients(compiled, inputs, weight)
     finally:
@@ -38,7 +38,7 @@ def compiled_equals_eager(case: Case) -> None:
 
 
 def state_dict_holds_everything(case: Case) -> None:
-    """A fresh instance with another random start, given the state_dict, computes the same."""
+    """A new instance with other random initial values computes the same after loading the state_dict."""
     inputs = case.draw(21, seed=3)
     old, new = case.mechanism(seed=0), case.mechanism(seed=1)
     new.load_state_dict(copy.deepcopy(old.state_dict()))
@@ -70,7 +70,7 @@ def copies_agree(case: Case) -> None:
 
 
 def calls_repeat(case: Case) -> None:
-    """Two calls give the same bits, and train() and eval() change nothing."""
+    """Two calls give bit-equal results, and train() and eval() change nothing."""
     mechanism = case.mechanism(torch.float32)
     inputs, weight = case.draw(100, seed=5, dtype=torch.float32), case.draw(100, seed=6, dtype=torch.float32)[2]
     want = with_gradients(mechanism, inputs, weight)
@@ -107,7 +107,7 @@ def non_finite_input_is_named(case: Case) -> None:
 
 
 def _mistakes(case: Case) -> Iterator[tuple[str, tuple[str, ...], Callable[[], Any]]]:
-    """What is wrong, the names one of which the error must hold, and the call."""
+    """Yield a description of the mistake, the names of which the error must contain one, and the call."""
     mechanism = case.mechanism()
     q, k, v = case.draw(9, seed=8)
     ids = torch.zeros(9, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Time: steps replay the whole, and the future leaves the past alone."""
+"""Streaming: steps reproduce `forward`, and later tokens do not change earlier outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def steps_replay_forward(case: Case) -> None:
 
 
 def prefill_then_steps_is_the_whole(case: Case) -> None:
-    """prefill on a prefix, then steps, gives what the whole sequence gives, wherever it is cut."""
+    """prefill on a prefix followed by steps gives the result of the whole sequence, for every length of the prefix."""
     mechanism, n = case.recurrent(), 20
     q, k, v = case.draw(n, seed=2)
     cause = "prefill leaves another state than the same tokens one by one"
@@ -56,7 +56,7 @@ def prefill_then_steps_is_the_whole(case: Case) -> None:
 
 
 def padded_prefill_then_steps_is_each_sequence(case: Case) -> None:
-    """After a padded or packed prefill, each row goes on with its own last sequence."""
+    """After a padded or packed prefill, steps continue the last segment of each row."""
     mechanism, n, more = case.recurrent(), 12, 3
     layouts = {
         "right padding": from_lengths(torch.tensor([0, 1, 7, 12]), n),
@@ -91,7 +91,7 @@ def padded_prefill_then_steps_is_each_sequence(case: Case) -> None:
 
 
 def future_leaves_the_past_alone(case: Case) -> None:
-    """Changing q, k and v after t leaves outputs up to t bit-equal; cutting them off, equal within rounding."""
+    """Changing q, k and v after t leaves outputs up to t bit-equal; removing them, equal up to rounding."""
     case.require_causal()
     cause = "a maximum, a normaliser or a landmark is taken over all positions, later ones too"
     n = min(300, case.length)
@@ -124,7 +124,7 @@ def _steps(mechanism, state, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _row_by_row(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, *, start: int) -> Tensor:
-    """Row t of the definition on the first t + 1 tokens, for t from `start`: what a decoder may see."""
+    """Return row t of `matrix` @ v on the first t + 1 tokens, for t from `start`: the oracle of decoding."""
     rows = [
         dense(mechanism, q[..., : t + 1, :], k[..., : t + 1, :], v[..., : t + 1, :])[..., -1:, :]
         for t in range(start, q.shape[-2])
