@@ -199,7 +199,7 @@ def _hides(pattern: Pattern, setting: Setting) -> bool:
 
 
 def _same_everywhere(pattern: Pattern) -> bool:
-    """Whether a pattern depends on distances alone."""
+    """True if a pattern depends only on distances."""
     return isinstance(pattern, Causal | Full) or (isinstance(pattern, Window) and not pattern.sinks)
 
 
