@@ -250,7 +250,7 @@ def _cheaper(say: Phrases, table: pl.DataFrame, kind: str, count: int, length: i
     heads = say["one head"] if count == 1 else say["heads"].format(count=count)
     if kind == "positional":
         return say[kind].format(heads=heads, percent=percent(_mean(own, "label_score")))
-    if kind == "sink":  # where all tokens are among the first four, the first one alone is known
+    if kind == "sink":  # very short texts have no mass on the first four tokens, only on the first
         share = _mean(own, "first" if own["first"].null_count() < len(own) else "sink")
         return say[kind].format(heads=heads, percent=percent(share), rest=percent(1 - share))
     if kind == "low rank":
