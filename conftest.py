@@ -1,4 +1,4 @@
-"""What pytest passes over where an extra is not installed; the tests under tests/ say so themselves."""
+"""Files whose doctests pytest skips if an extra is not installed; the tests under tests/ skip themselves."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The direct adjoint of softmax attention against the gradient in v, on the CPU: time ratios in one run.
+"""Time the direct adjoint of softmax attention against the gradient in v, on the CPU, in one run.
 
 python benchmarks/adjoint.py [--n 8192] [--heads 4] [--d 64] [--columns 64]
 """

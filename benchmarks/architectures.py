@@ -1,18 +1,18 @@
-"""Build a tiny model of every architecture of transformers, scan it, and compare with its own eager attention.
+"""Build a tiny model of every transformers architecture, scan it, and compare with its own eager attention.
 
     python benchmarks/architectures.py                    # all that are not in the results yet; an hour on one core
     python benchmarks/architectures.py --only swin,llama  # these, again
     python benchmarks/architectures.py --page             # the table of docs/models.md, from the results
 
-Each architecture runs in a process of its own, with a limit of time and memory. Its configuration is shrunk by the
-names of its fields. Weights are drawn so that logits spread over several units: logits near zero make every mask, scale
-and bias look right. The verdicts:
+Each architecture runs in a separate process, with limits on time and memory. Its configuration is shrunk by rules on
+the names of its fields. Weights are drawn so that logits spread over several units: if logits were near zero, a wrong
+mask, scale or bias would not show. The verdicts:
 
-    exact       every attention matrix that the model reports under eager is a captured one, and none is captured twice;
-                outputs under the probe are those of the untouched model; no softmax of attention's size was missed;
-                energy, entropy and largest weights of a scan are the means over items of the dense float64 matrices
+    exact       every attention matrix that the model reports under eager is captured exactly once; outputs under the
+                probe equal those of the untouched model; no softmax of the size of attention was missed; energy,
+                entropy and largest weights of a scan are the means over items of the dense float64 matrices
     refused     heedful says why; nothing is measured
-    not built   the shrunk configuration makes no model, or no inputs of ours run it
+    not built   the shrunk configuration makes no model, or none of our inputs run it
     wrong       anything else
 """
 
@@ -46,13 +46,13 @@ PART = re.compile(r"_(model|text|vision|encoder|decoder|audio|config|thinker|tal
 SECONDS = 120  # for one architecture
 MEMORY = 12 << 30  # bytes of address space for one architecture
 MOST = 75_000_000  # parameters
-VOCABULARY, TOKENS, PLAIN = 96, 24, 60  # ids from PLAIN on stand for images, sounds, ends
+VOCABULARY, TOKENS, PLAIN = 96, 24, 60  # ids from PLAIN on are special tokens: images, sounds, ends
 WIDTH, HEADS, GROUPS, HEAD = 64, 4, 2, 16
-LEAST = 0.2  # logits that spread less can't tell right from wrong
+LEAST = 0.2  # minimal spread of logits: with less, errors would not show
 FLAT = (
-    40  # logits that spread more make rows of a single key, and float32 rounds them by more than a tenth of a percent
+    40  # maximal spread: beyond, rows have a single key, and float32 rounds weights by more than a tenth of a percent
 )
-TOLERANCE = 5e-5  # float32 rounds a score z by 6e-8 |z|, and its weight by as much; a few layers add up
+TOLERANCE = 5e-5  # float32 rounds a score z by 6e-8 |z|, its weight by the same relative error; a few layers add up
 
 # ---- configurations
 
@@ -77,20 +77,20 @@ FIELDS: list[tuple[str, Any]] = [
     ),
     (r"(proj_dim|output_dim|out_dim|latent_dim|_size_per_head|d_embed|word_embed_proj_dim|decoder_dim)$", WIDTH),
 ]
-"""What a whole number becomes, by the end of its name, where it is larger."""
+"""Upper limits of integer fields, by a pattern for the end of the field's name."""
 NOT_WIDTHS = re.compile(r"(rotary|rope|conv|kernel|pool|stride|time|state|label)")
 STAGES = {"depths": [2, 1, 1, 1, 1], "heads": [1, 2, 4, 8, 16], "widths": [16, 32, 64, 128, 256]}
 
 
 def shrunk(config: Any, ids: dict[int, int], width: int = WIDTH) -> dict[str, Any]:
-    """The fields of a configuration that are to be others."""
+    """The fields of a configuration to change, with their new values."""
     from transformers import PreTrainedConfig
 
     changed: dict[str, Any] = {}
     for name in _fields(type(config)):
         try:
             value = getattr(config, name, None)
-        except AttributeError:  # a field that layers have of their own
+        except AttributeError:  # a field that each layer sets
             continue
         if isinstance(value, PreTrainedConfig):
             changed[name] = remade(value, ids, width)
@@ -110,7 +110,7 @@ def shrunk(config: Any, ids: dict[int, int], width: int = WIDTH) -> dict[str, An
         getattr(config, "ignore_keys_at_rope_validation", None) or ()
     ):
         changed["rope_parameters"] = _sections(config.rope_parameters, width)
-    if "kv_lora_rank" in changed and "num_key_value_heads" in changed:  # keys are made for each head from a latent
+    if "kv_lora_rank" in changed and "num_key_value_heads" in changed:  # keys of each head are computed from a latent
         changed["num_key_value_heads"] = changed.get("num_attention_heads", HEADS)
     kinds = getattr(config, "layer_types", None)
     if (
@@ -160,13 +160,13 @@ def _list(name: str, value: list[int]) -> list[int]:
 
 
 def _sections(rope: dict[str, Any], width: int) -> dict[str, Any]:
-    """Positions in time, height and width share the pairs of a head's rotated channels."""
+    """Sections of a head's rotated channels for positions in time, height and width."""
     pairs = int(width // HEADS * rope.get("partial_rotary_factor", 1.0)) // 2
     return {**rope, "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
 
 
 def remade(config: Any, ids: dict[int, int], width: int = WIDTH) -> Any:
-    """The same kind of configuration, small."""
+    """A small configuration of the same class."""
     return type(config)(**(shrunk(config, ids, width) | SPECIAL.get(config.model_type, {})))
 
 
@@ -196,11 +196,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "patchtst": {"num_input_channels": 3},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2},
 }
-"""What the names do not tell, by model type."""
+"""Changes that do not follow from field names, by model type."""
 
 
 def build(name: str, gain: float = 1.7) -> nn.Module:
-    """A small random model whose logits spread; the first way of shrinking that makes one."""
+    """A small random model with spread logits, by the first way of shrinking that works."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[name]
@@ -262,7 +262,7 @@ def model_class(config: Any) -> type[nn.Module]:
 
 
 def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Inputs that the model may take, the fullest first."""
+    """Candidate inputs for the model, the most complete first."""
     config: Any = model.config
     known = inspect.signature(model.forward).parameters
     torch.manual_seed(1)
@@ -290,7 +290,7 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _others(model: nn.Module, known: Any) -> Iterator[dict[str, Any]]:
-    """Images, sounds, series."""
+    """Inputs of images, sounds and series."""
     config: Any = model.config
     size, channels = (
         _field(config, "image_size", "img_size", "input_size", default=64),
@@ -336,7 +336,7 @@ def _others(model: nn.Module, known: Any) -> Iterator[dict[str, Any]]:
 
 
 def _field(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these fields that the configuration, or one inside it, has."""
+    """The first of these fields that the configuration or a nested one has."""
     inside = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for one in [config, *inside]:
         for name in names:
@@ -346,11 +346,11 @@ def _field(config: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-# ---- what the model itself does
+# ---- the model's own attention
 
 
 class Softmaxes(TorchFunctionMode):
-    """The shapes of everything that a softmax was taken of, as far as it can be attention."""
+    """Records the shapes of all softmax inputs that may be attention scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Softmaxes(TorchFunctionMode):
 
 
 def runnable(model: nn.Module) -> dict[str, Any]:
-    """The first inputs that the untouched model takes under eager attention, and makes numbers from."""
+    """The first inputs for which the untouched model, under eager attention, returns finite outputs."""
     from heedful.hf.checks import floating_tensors
     from heedful.hf.tap import implementation, prepared
 
@@ -386,7 +386,7 @@ def runnable(model: nn.Module) -> dict[str, Any]:
 
 
 def reported(out: Any) -> list[torch.Tensor]:
-    """Every attention matrix that a model reports, in order."""
+    """All attention matrices that a model reports, in order."""
     found: list[torch.Tensor] = []
 
     def collect(x: Any) -> None:
@@ -451,7 +451,7 @@ def _spread(call: Any) -> torch.Tensor:
 
 
 def _unmatched(own: list[torch.Tensor], calls: list) -> list[str]:
-    """Reported matrices that no call has, and calls that have a matrix which another one has already."""
+    """Sentences on reported matrices without a call, and on matrices that were captured more than once."""
     left, why = list(range(len(calls))), []
     for at, matrix in enumerate(own):
         hits = [i for i in left if calls[i][1].shape == matrix.shape and _close(calls[i], matrix)]
@@ -468,7 +468,7 @@ def _unmatched(own: list[torch.Tensor], calls: list) -> list[str]:
 
 def _close(call: Any, matrix: torch.Tensor) -> bool:
     found = [call[1]]
-    if call[0].sink is not None:  # some models report what the weights would be without the sink
+    if call[0].sink is not None:  # some models report weights normalised without the sink
         found.append(call[1] / call[1].sum(-1, keepdim=True).clamp(min=1e-300))
     differences = [(x - matrix.double()).abs().amax((1, 3))[call[0].real] for x in found]
     return any(bool((difference <= TOLERANCE).all()) for difference in differences)
@@ -487,13 +487,13 @@ def _outputs_differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 
 
 def _missed(seen: Softmaxes, calls: list) -> list[str]:
-    """Softmaxes of three or four axes over tokens that no call stands for: attention out of sight."""
+    """Softmaxes over tokens, with three or four axes, that belong to no call: attention that the probe missed."""
     left = Counter(seen.shapes)
     for call, matrix in calls:
         b, h, n, m = matrix.shape
         for shape in ((b, h, n, m), (b * h, n, m), (b, h, n, m + 1)):
             if left[shape]:
-                left[shape] -= 1 if call.minus is None else 2  # differences: a call for each half of the values
+                left[shape] -= 1 if call.minus is None else 2  # differential heads: a call per half of the values
                 break
     lengths = {x for call, matrix in calls for x in matrix.shape[-2:]}
     missed = [
@@ -505,7 +505,7 @@ def _missed(seen: Softmaxes, calls: list) -> list[str]:
 
 
 def _scanned(model: nn.Module, inputs: dict[str, Any], calls: list) -> list[str]:
-    """The rows of a scan against the dense matrices: means over items, in float64."""
+    """Compare the rows of a scan with the dense float64 matrices, averaged over items."""
     import heedful.hf as hf
 
     with tempfile.TemporaryDirectory() as folder:
@@ -545,7 +545,7 @@ def _measures(call: Any, a: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"energy": a.square().sum((-2, -1)).mean(0), "entropy": over(entropy), "largest": over(size.amax(-1))}
 
 
-# ---- one after the other
+# ---- running all architectures
 
 
 def attempt(name: str) -> dict[str, Any]:
@@ -590,7 +590,7 @@ def _short(error: object) -> str:
 
 
 def apart(name: str) -> dict[str, Any]:
-    """An attempt in a process of its own."""
+    """Run one attempt in a separate process."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
 
@@ -611,13 +611,13 @@ def apart(name: str) -> dict[str, Any]:
 
 
 def read_results(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """By name; the last line of a name counts."""
+    """The results by name; the last line of each name counts."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
 def write_results(rows: dict[str, dict[str, Any]], path: Path = RESULTS) -> None:
-    """One line for each name, in order."""
+    """Write one line for each name, in order."""
     lines = [json.dumps(rows[name], ensure_ascii=False) + "\n" for name in sorted(rows)]
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -644,7 +644,7 @@ GROUPED = (
     ("not built", "no inputs of ours run it", lambda row: row["why"].startswith("no inputs")),
     ("not built", "the shrunk configuration makes no model", lambda row: True),
 )
-"""Verdicts, in groups: the first of its verdict that fits has the row."""
+"""(verdict, group, condition): a row goes to the first group of its verdict whose condition holds."""
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -678,7 +678,7 @@ def _usual(row: dict[str, Any]) -> bool:
 
 
 def _named(row: dict[str, Any]) -> str:
-    """The name, with the class that stands in the way; a star where the model reports no matrices to compare with."""
+    """The name, with the class that prevents capture; a star if the model reports no matrices to compare with."""
     if row["verdict"] == "refused" and ITSELF in row["why"]:
         return f"{row['name']} (`{row['why'].partition(' (')[0]}`)"
     return row["name"] + ("\\*" if row["verdict"] == "exact" and not row["reported"] else "")
@@ -704,14 +704,14 @@ def main() -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    import heedful.hf  # noqa: F401  (once, before the processes part)
+    import heedful.hf  # noqa: F401  (once, before the processes fork)
 
     torch.set_num_threads(1)
     if options.only:
         names = options.only.split(",")
     elif options.again:
         names = [name for name, row in done.items() if row["verdict"] == options.again]
-    else:  # whole models first, parts of them later
+    else:  # whole models first, then parts of models
         names = sorted((name for name in CONFIG_MAPPING_NAMES if name not in done), key=lambda x: bool(PART.search(x)))
     for name in names:
         row = {**apart(name), "transformers": transformers.__version__}

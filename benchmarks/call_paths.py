@@ -4,8 +4,8 @@
     python benchmarks/call_paths.py --list     # and the functions behind it, by file
 
 A file counts if one of its functions runs; a function counts once, by file and qualified name. Lambdas, comprehensions
-and nested functions are functions of their own. Each call runs once before it is counted, so imports, first calls and
-what is cached after them are left out. Triton programs, torch and the standard library are not counted.
+and nested functions count separately. Each call runs once before it is counted, so imports, first calls and work that
+is cached after them are left out. Triton programs, torch and the standard library are not counted.
 
     softmax     h.Softmax(h.Window(64))(q, k, v) on the CPU, N = 512
     linear      h.Linear(h.FavorPlus(64, 128))(q, k, v) on the CPU, N = 512
@@ -31,7 +31,7 @@ SOURCE = str(Path(h.__file__).parent)
 
 
 def touched(call: Callable[[], object]) -> dict[str, set[str]]:
-    """The functions of heedful that `call` runs, by file, in this thread and those that it starts."""
+    """The functions of heedful that `call` runs, by file, in this thread and in threads that it starts."""
     found: dict[str, set[str]] = defaultdict(set)
 
     def record(frame, event, _):

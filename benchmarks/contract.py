@@ -29,7 +29,7 @@ MARKS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "does not apply": "
 
 
 def case_of(entry: Entry) -> Case:
-    """A small instance for the laws, one with the options of real use for the cost."""
+    """A small instance for the laws, and one with realistic options for the cost."""
     asked = inspect.signature(entry.build).parameters
     facts = {name: fact for name, fact in FACTS.items() if name in asked}
     return Case(lambda: entry.sample(**FACTS), large=lambda: entry.build(**facts), **FACTS)
@@ -40,7 +40,7 @@ def topic(check: str) -> str:
 
 
 def entries_table(reports: dict[str, Report]) -> Table:
-    """One row an entry, one mark a check, in the order of the table of checks."""
+    """A table with one row per entry and one mark per check, in the order of the table of checks."""
     table = Table(title="entries × checks   ✓ passed   ✗ failed   · does not apply", title_justify="left")
     topics = list(dict.fromkeys(map(topic, CHECKS)))
     for column in ("entry", *topics):
@@ -55,7 +55,7 @@ def entries_table(reports: dict[str, Report]) -> Table:
 
 
 def checks_table(reports: dict[str, Report]) -> Table:
-    """One row a check, with how often it passed and its mean time."""
+    """A table with one row per check: how often it passed, and its mean time."""
     table = Table(title="checks", title_justify="left")
     for column in ("about", "check"):
         table.add_column(column, no_wrap=True)
@@ -70,7 +70,7 @@ def checks_table(reports: dict[str, Report]) -> Table:
 
 
 def faults_table(caught: dict[str, Report], wanted: dict[str, set[str]]) -> Table:
-    """One row a fault: the checks that must catch it, and the others that do too."""
+    """A table with one row per fault: the checks that must catch it, and others that catch it too."""
     table = Table(title="planted faults", title_justify="left")
     for column in ("fault", "caught by the check it was planted for", "others that notice"):
         table.add_column(column)
@@ -86,7 +86,7 @@ def faults_table(caught: dict[str, Report], wanted: dict[str, set[str]]) -> Tabl
 
 
 def run(names: Iterable[str]) -> bool:
-    """Print both tables; True where everything is as it should be."""
+    """Print both tables; return True if everything is as expected."""
     console = Console(width=max(140, Console().width))
     reports = {name: examine(case_of(h.CATALOG[name])) for name in names}
     console.print(entries_table(reports))

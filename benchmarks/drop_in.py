@@ -1,4 +1,4 @@
-"""How far `heedful.nn.MultiheadAttention` is from `torch.nn.MultiheadAttention`, in outputs, weights and gradients.
+"""Compare `heedful.nn.MultiheadAttention` with `torch.nn.MultiheadAttention`: outputs, weights and gradients.
 
     python benchmarks/drop_in.py
 
@@ -6,10 +6,10 @@ Runs both on the same weights and inputs (float32, CPU) over masks × padding ×
 kdim/vdim × add_bias_kv × add_zero_attn × self- and cross-attention.
 
 First table: the largest differences, relative to the largest entry of the output, of the weights, and of all gradients
-of the call (they share a loss, so they share a scale). One above 1e-6 makes the exit status 1.
+of the call (they share a loss, so they share a scale). If one is above 1e-6, the exit status is 1.
 
-Second table: each tensor relative to its own largest entry, and beside it how far either is from torch's module in
-float64. A gradient that is a small remainder of large terms (in the keys' weights) is known no better in float32.
+Second table: each tensor relative to its own largest entry, and the distance of both modules from torch's module in
+float64. A gradient that is a small difference of large terms (in the keys' weights) is no more accurate in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attn_mask(kind: str, n: int, m: int, draw: torch.Generator) -> torch.Tensor 
     if kind.startswith("float"):
         return torch.randn(shape, generator=draw)
     hidden = torch.rand(shape, generator=draw) < 0.4
-    hidden[..., 0] = False  # torch gives NaN for a row that sees nothing, heedful zeros: nothing to compare
+    hidden[..., 0] = False  # for a row without keys torch returns NaN and heedful zeros, so leave one key
     return hidden
 
 
@@ -94,7 +94,7 @@ def differences(mask: str, padding: str, weights: str, options: dict[str, bool],
         "average_attn_weights": average,
     }
     hint = mask.startswith("causal")
-    # With the hint, torch forgets that the keys it appends are visible to all: there it gets the mask alone.
+    # With the is_causal hint, torch hides the keys that it appends from some queries; then give it only the mask.
     extra = options["add_bias_kv"] or options["add_zero_attn"]
     hint_for_torch = {"is_causal": hint and not extra}
     in_double = {name: _double(x) for name, x in arguments.items()} | hint_for_torch

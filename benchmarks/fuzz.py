@@ -3,32 +3,32 @@
     python benchmarks/fuzz.py --calls 100000 --seed 0 --workers 2
     python benchmarks/fuzz.py --calls 5000 --device cuda --seconds 900
     python benchmarks/fuzz.py --only 0:1234          one call, with everything about it
-    python benchmarks/fuzz.py --of fuzz-*.jsonl --summary fuzz.json          what several runs come to
+    python benchmarks/fuzz.py --of fuzz-*.jsonl --summary fuzz.json          a summary of several runs
 
 A call draws an entry and its options, lengths and widths (0, 1, odd ones, rarely 1000), batch axes that broadcast,
 padding, packing or pairs of segments, a dtype, the size of the logits (up to 10⁴), memory layouts, and which inputs
-want a gradient. It runs `forward` and, at random, the backward pass, the operator's products, and prefill with a few
+require a gradient. It runs `forward` and, at random, the backward pass, the operator's products, and prefill with a few
 steps.
 
 The oracle is matrix(q, k) @ v in float64 on the same rounded inputs. A result is judged by three rules, in this order;
 the summary counts the calls that needed the second or the third.
-naive       in float64 the tolerance that `heedful.testing` derives; in a lower precision at most twice the error of
-            matrix(q, k) @ v in that precision, or the floor of `precision_is_no_worse_than_naive`.
-neighbours  the same with the largest naive error of this input and of 8 that differ by one rounding, and with what a
-            rounding of the inputs to float32 changes in the definition. A result of a few numbers is exact by luck now
-            and then, and no algorithm errs less than its inputs' rounding does.
-rounding    what float32 can't avoid: ε (√terms + exponent) times the size of the terms that a result is a sum of.
-            - Terms may cancel: those of a gradient, (g·v_j − g·o_i) ∂log w_ij, and those of a normaliser of features
-              with signs. A sum is rounded relative to its terms, not to itself.
-            - A score s is known to ε·s, so exp(s) errs by ε·s relative to itself (as in `large_logits_are_right`).
-            In float64 the same, times the 32 of the suite's tolerance, and with terms for √terms.
+naive       in float64, the tolerance that `heedful.testing` derives; in a lower precision, at most twice the error of
+            matrix(q, k) @ v in that precision, or the minimal tolerance of `precision_is_no_worse_than_naive`.
+neighbours  the same, with the largest naive error of this input and of 8 inputs that differ by one rounding, and with
+            the change of the definition when the inputs are rounded to float32. A result of a few numbers is sometimes
+            exact by luck, and no algorithm can be more accurate than the rounding of its inputs.
+rounding    the error that float32 can't avoid: ε (√terms + exponent) times the size of the terms of a sum.
+            - Terms may cancel: those of a gradient, (g·v_j − g·o_i) ∂log w_ij, and those of a normaliser of signed
+              features. A sum has a rounding error relative to its terms, not to itself.
+            - A score s has error ε·s, so exp(s) has relative error ε·s (as in `large_logits_are_right`).
+            In float64 the same, times the factor 32 of the suite's tolerance, and with terms instead of √terms.
 
-On a GPU, calls of elu + 1 whose normalisers may lie below 2^-95 are set aside, and counted: its kernels take such a row
-for empty.
+On a GPU, calls of elu + 1 whose normalisers may be below 2^-95 are skipped and counted: the kernels treat such a row as
+empty.
 
-A ValueError or TypeError that says what was expected is a refusal; the summary lists the refusals by their words.
-Everything else is a failure, with its reproducer. Results are appended to --out as they come, one JSON line a call; the
-same command again goes on where it stopped. Exits with 1 if a call failed.
+A ValueError or TypeError that says what was expected is a refusal; the summary lists refusals by message. Everything
+else is a failure, with a reproducer. Results are appended to --out as they come, one JSON line per call; the same
+command continues where it stopped. Exits with 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ WIDTHS = {1: 3, 2: 4, 3: 4, 5: 6, 8: 10, 16: 10, 17: 4, 32: 6, 64: 4, 65: 1, 128
 DTYPES = {torch.float64: 3, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 LOGITS = {0.1: 2, 1.0: 10, 10.0: 3, 100.0: 2, 1e3: 1, 1e4: 1}
 NEIGHBOURS = 8
-"""How many inputs, a rounding apart, tell what naive arithmetic errs."""
+"""Number of inputs, one rounding apart, used to estimate the naive error."""
 
 
 class Failed(AssertionError):
-    """A result that nothing explains."""
+    """A result that no rule explains."""
 
 
 @dataclass
 class Call:
-    """What one call is made of; `about` is what a reader needs to know of it."""
+    """The parts of one call; `about` describes it for a reader."""
 
     entry: str
     options: dict[str, Any]
@@ -107,7 +107,9 @@ def pick(random: Random, weights: dict[Any, float]) -> Any:
 
 
 def draw(seed: int, call: int) -> Iterator[Call]:
-    """The call of that number. A generator, so that what is known so far is there when building it is refused."""
+    """Yield the call with this number, first partial, then complete: if building it is refused, the caller has a
+    description.
+    """
     random = Random(f"{seed}:{call}")
     generator = torch.Generator().manual_seed(random.getrandbits(40))
     name = random.choice(list(h.CATALOG))
@@ -202,7 +204,7 @@ def distance(i: Tensor, j: Tensor) -> Tensor:
 
 def _pattern(random: Random, build: Callable[..., Mechanism]) -> h.patterns.Pattern:
     made = str(inspect.signature(build).return_annotation)
-    if build is h.Nystrom and random.random() < 0.95:  # what it does not take is refused; that is tried now and then
+    if build is h.Nystrom and random.random() < 0.95:  # mostly options that it accepts; refusals are tried now and then
         return h.Full()
     if random.random() < (0.95 if "Linear" in made or "LowRank" in made else 0.5):
         return random.choice([h.Causal(), h.Full()])
@@ -239,7 +241,7 @@ def _segments(random: Random, generator: torch.Generator, n: int, m: int, batch:
 
 
 def _laid_out(random: Random, x: Tensor) -> Tensor:
-    """The same numbers, elsewhere in memory."""
+    """The same numbers in another memory layout."""
     way = pick(random, {"plain": 6, "tokens first": 1, "width first": 1, "every second": 1, "offset": 1})
     if way == "tokens first":
         return x.movedim(-2, 0).contiguous().movedim(0, -2)
@@ -267,7 +269,7 @@ def run(seed: int, call: int, device: str = "cpu") -> dict[str, Any]:
     start = time.process_time()
     line: dict[str, Any] = {"call": call, "verdict": "ok"}
     try:
-        for made in draw(seed, call):  # noqa: B007  (the last one is whole)
+        for made in draw(seed, call):  # noqa: B007  (the last one is complete)
             pass
         needed = _check(made, Random(f"{seed}:{call}:run"), device)
         line |= {"verdict": "set aside"} if "set aside" in needed else {"needed": sorted(needed)} if needed else {}
@@ -293,7 +295,7 @@ def _frame(error: Exception) -> str:
 
 
 def _check(made: Call, random: Random, device: str) -> set[str]:
-    """Everything that this call compares; the rules after the first that it needed."""
+    """Make all comparisons of this call; return the rules after the first that it needed."""
     if device != "cpu" and _faint(made):
         return {"set aside"}
     exact = copy.deepcopy(made.mechanism).double()
@@ -316,7 +318,7 @@ def _check(made: Call, random: Random, device: str) -> set[str]:
         wanted = [x for x in leaves if x.requires_grad] + (list(attend.parameters()) if made.learns else [])
         if not wanted:
             return [out]
-        if not out.requires_grad and call is not fast:  # the definition saw no key: zeros
+        if not out.requires_grad and call is not fast:  # the definition sees no key, so it returns constant zeros
             return [out, *(torch.zeros_like(x) for x in wanted)]
         grads = torch.autograd.grad(out, wanted, weight.to(out), allow_unused=True, materialize_grads=True)
         return [out.detach(), *grads]
@@ -344,7 +346,7 @@ def _check(made: Call, random: Random, device: str) -> set[str]:
 
 
 def _faint(made: Call) -> bool:
-    """Whether a normaliser of elu + 1 may lie below 2^-95, which kernels on a GPU take for zero (see `Linear`)."""
+    """True if a normaliser of elu + 1 may be below 2^-95, which GPU kernels treat as zero (see `Linear`)."""
     maps = [part.feature_map for part in made.mechanism.modules() if isinstance(part, LinearBase) and part.normalise]
     if not any(each.kernel_name == "elu1" for each in maps) or not made.q.numel() or not made.k.numel():
         return False
@@ -377,7 +379,7 @@ def _check_operator(
 
 
 def _check_steps(made: Call, mechanism: RecurrentMechanism, exact: Mechanism, random: Random, device: str) -> set[str]:
-    """Prefill, under one row of segments or none, then a few steps."""
+    """Prefill, with one row of segments or none, then a few steps."""
     n, m = made.q.shape[-2], made.k.shape[-2]
     q = torch.cat([made.q[..., :1, :].expand(*made.q.shape[:-2], m - n, -1), made.q], -2) if n and n < m else made.q
     if q.shape[-2] != m:
@@ -436,7 +438,7 @@ def _compare(
     rounding: Rounding,
     device: str,
 ) -> set[str]:
-    """Compare `fast` with `exact` in float64; which rules after the first were needed (see the top)."""
+    """Compare `fast` with `exact` in float64; return the rules after the first that were needed (see the top)."""
     dtype = inputs[0].dtype
     needed = set()
     got = [x.detach().cpu() for x in fast(*(_on(x, device) for x in inputs))]
@@ -458,7 +460,7 @@ def _compare(
             raise Failed(f"{name}: {one.dtype} {tuple(one.shape)}, expected {dtype} {tuple(want.shape)}.")
         if not torch.isfinite(want).all():
             raise Failed(f"{name}: the definition in float64 is not finite.")
-        # an output is a factor of the terms of every gradient: where it is beyond what the type holds, they are too
+        # every gradient has terms with an output as factor: if an output overflows the dtype, they do too
         beyond = any(float(x.abs().max()) > torch.finfo(dtype).max / 4 for x in (want, truth[0]) if x.numel())
         if not want.numel() or beyond:
             continue
@@ -467,7 +469,7 @@ def _compare(
         order = torch.inf if name.startswith("output") else 2
         errs = torch.linalg.vector_norm(plain[0][at].double() - want, order)
         if not torch.isfinite(errs):
-            continue  # naive arithmetic has no answer in this type
+            continue  # naive arithmetic overflows in this dtype
         if not torch.isfinite(one).all():
             raise Failed(f"{name}: {int((~torch.isfinite(one)).sum())} of {one.numel()} numbers are not finite.")
         try:
@@ -492,13 +494,13 @@ def _compare(
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the third rule needs.
+    """The numbers for the third rule.
 
     terms      the length of sums
     growth     how much larger the terms of a normalised row are than the row
-    exponent   the largest score or logarithm of a feature: e^s errs by ε·s
+    exponent   the largest score or logarithm of a feature: e^s has relative error ε·s
     slope      the largest φ(q) or φ(k) over the normaliser, a factor of ∂log w = φ′(q)·φ(k) / w
-    rounded    growth where features are rounded to the type of the inputs, as those are that no kernel makes itself
+    rounded    growth if features are rounded to the inputs' dtype, as they are unless a kernel computes them itself
     """
 
     terms: int
@@ -517,8 +519,8 @@ class Rounding:
 def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, segments: Segments | None) -> Rounding:
     """Sums over keys, widths, features, latents or landmarks; and Σ |φ(q)|·|φ(k)| / |Σ φ(q)·φ(k)| of normalised rows.
 
-    A product of features and its normaliser are each rounded relative to the sum of absolute values; where features
-    have signs (cosines, polynomials, q·k itself) the normaliser may be much smaller than that.
+    A product of features and its normaliser have rounding errors relative to the sum of absolute values. For signed
+    features (cosines, polynomials, q·k itself) the normaliser may be much smaller than that sum.
     """
     d, widths = q.shape[-1], [made.options.get(name, 0) for name in ("features", "latents", "landmarks", "rank")]
     maps = [part.dim(d) for part in made.mechanism.modules() if isinstance(part, FeatureMap)]
@@ -528,7 +530,7 @@ def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, seg
         return Rounding(terms)
     q, k = q.double(), k.double()
     exponent = _exponent(made, q, k)
-    if isinstance(attend, Nystrom) and segments is None:  # rows of its outer factors add up to 1
+    if isinstance(attend, Nystrom) and segments is None:  # rows of its outer factors sum to 1
         of_queries, of_keys = (landmarks(x, attend.landmarks) for x in (q, k))
         Z = iterated_inverse(attend._between(of_queries, of_keys), attend.iterations)
         return Rounding(terms, max(float(Z.abs().sum(-1).max()), 1.0), exponent)
@@ -549,7 +551,7 @@ def _rounding(made: Call, q: Tensor, k: Tensor, pattern: h.patterns.Pattern, seg
 
 
 def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
-    """The largest score; that of random features has ‖x‖²/2 and ωᵀx, and an angle is known as well as an exponent."""
+    """The largest score; for random features it includes ‖x‖²/2 and ωᵀx. An angle has the same error as an exponent."""
     scale = made.options.get("scale") or q.shape[-1] ** -0.5
     longest = float(max(x.square().sum(-1).max() for x in (q, k)))
     if any(isinstance(part, RandomFeatures) for part in made.mechanism.modules()):
@@ -565,11 +567,11 @@ def _exponent(made: Call, q: Tensor, k: Tensor) -> float:
 
 
 def _size(name: str, inputs: list[Tensor], truth: list[Tensor], rounding: Rounding) -> float:
-    """How large the terms are that a result is a sum of; those of a gradient may cancel to zero.
+    """The size of the terms of a result that is a sum; the terms of a gradient may cancel to zero.
 
-    The gradient in q is a sum of (g·v_j − g·o) ∂log w_ij, g being the gradient of the output o, of numbers of size 1,
-    and ∂log w_ij = k_j where w = exp(q·k). That in v is a sum of A_ij g_i, over batch axes too where v lacks them. That
-    in a parameter may have both q and k as factors.
+    The gradient in q is a sum of (g·v_j − g·o) ∂log w_ij. Here g is the gradient of the output o, with entries of size
+    1, and ∂log w_ij = k_j for w = exp(q·k). The gradient in v is a sum of A_ij g_i, also over batch axes that v lacks.
+    The gradient in a parameter may have both q and k as factors.
     """
     q, k, v = (float(x.abs().max()) if x.numel() else 0.0 for x in inputs[:3])
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in truth)
@@ -584,7 +586,7 @@ def _size(name: str, inputs: list[Tensor], truth: list[Tensor], rounding: Roundi
 def _neighbour(
     naive: Results, exact: Results, inputs: list[Tensor], at: int, want: Tensor, order: float, device: str, seed: int
 ):
-    """What naive arithmetic errs at inputs that differ by one rounding, or what a rounding to float32 does to them."""
+    """The naive error at inputs that differ by one rounding, or the change when inputs are rounded to float32."""
     generator = torch.Generator().manual_seed(seed)
     eps = torch.finfo(inputs[0].dtype).eps
     moved = [
@@ -599,7 +601,7 @@ def _neighbour(
 
 
 def _on(x: Tensor, device: str) -> Tensor:
-    return x if device == "cpu" else x.to(device)  # strides stay
+    return x if device == "cpu" else x.to(device)  # keeps strides
 
 
 # ---- many calls
@@ -614,7 +616,7 @@ def _run_many(seed: int, calls: list[int], device: str) -> list[dict[str, Any]]:
 
 
 def lines(seed: int, calls: list[int], device: str, workers: int) -> Iterator[dict[str, Any]]:
-    """The results of the calls as they come."""
+    """Yield the results of the calls as they come."""
     if workers < 2:
         for call in calls:
             yield run(seed, call, device)
@@ -625,7 +627,7 @@ def lines(seed: int, calls: list[int], device: str, workers: int) -> Iterator[di
 
 
 def counts(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Calls by verdict and by the rules that they needed, of all entries and of each."""
+    """The number of calls by verdict and by the rules that they needed, in total and per entry."""
 
     def of(own: list[dict[str, Any]]) -> dict[str, int]:
         tally = Counter(line["verdict"] for line in own) + Counter(
@@ -641,7 +643,7 @@ def counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_summary(path: Path, files: list[Path], device: str, note: str = "") -> int:
-    """Write what all these results come to, with the code and the versions; how many calls failed."""
+    """Write a summary of all results, with code and versions; return how many calls failed."""
     found = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
     every = list(chain.from_iterable(found.values()))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -661,7 +663,7 @@ def write_summary(path: Path, files: list[Path], device: str, note: str = "") ->
 
 
 def summary(found: list[dict[str, Any]]) -> str:
-    """A table by entry, the refusals by their words, and the failures."""
+    """Print a table by entry, the refusals by message, and the failures."""
     rows = [f"{'entry':<20}{'calls':>7}{'ok':>7}{'refused':>9}{'failed':>8}{'ms':>8}"]
     for name in [*h.CATALOG, "all"]:
         own = [line for line in found if name in (line["entry"], "all")]

@@ -1,10 +1,10 @@
-"""Every Triton kernel once, at small and odd sizes, forward and backward: for compute-sanitizer to watch.
+"""Run every Triton kernel once, at small and odd sizes, forward and backward, under compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/gpu_bounds.py [NAME …]
 
-Without torch's cache every tensor is an allocation of its own, so that an access beyond its end is one that the
-sanitizer sees (pip install nvidia-cuda-sanitizer-api brings it). Entries of the catalogue that no Triton kernel takes
-are left out, and counted. What is computed is checked elsewhere (gpu_check.py); here it only has to be finite.
+Without torch's cache every tensor is a separate allocation, so the sanitizer (pip install nvidia-cuda-sanitizer-api)
+sees every access beyond its end. Catalogue entries without a Triton kernel are left out, and counted. Results are
+checked elsewhere (gpu_check.py); here they only have to be finite.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def exercised(entry, n: int, d: int, dtype: torch.dtype) -> int:
-    """How many calls went to Triton: one sequence, and two packed with padding behind them."""
+    """The number of calls that ran on Triton: one sequence, and two packed ones with padding after them."""
     mechanism = entry.sample(d=d, heads=2, length=n).to("cuda", dtype)
     ids = torch.tensor([0] * (n // 3) + [1] * (n // 3) + [-1] * (n - 2 * (n // 3)), device="cuda")
     return sum(attended(mechanism, n, d, dtype, segments) for segments in (None, ids if n > 2 else None))

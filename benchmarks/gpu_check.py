@@ -1,20 +1,20 @@
-"""Every entry of the catalogue on the GPU: right against float64 on the host, and how long it takes.
+"""Check every catalogue entry on the GPU against float64 on the CPU, and time it.
 
     python benchmarks/gpu_check.py [NAME …] [--json FILE] [--no-times]
     python benchmarks/gpu_check.py --long [NAME …]              does the error grow, up to 131,072 tokens
 
 Errors are relative to the float64 definition at n = 1000, in bfloat16 and float32, beside those of the naive dense
-computation in the same precision: of the output, and of the gradient (in q, k or v) that is worst beside its naive one.
-An entry is right where none is more than twice the naive way's. Times are medians in bfloat16 at B1 H16 N8192 d64,
-forward and forward + backward.
+computation in the same precision: the error of the output, and that of the gradient (in q, k or v) with the worst ratio
+to its naive error. An entry passes if no error is more than twice the naive one. Times are medians in bfloat16 at
+B1 H16 N8192 d64, forward and forward + backward.
 
-Of two meaningless numbers neither is twice the other. Where features may be negative a row of weights can add up to
-nearly nothing, and what is divided by that sum means nothing in any precision; Σ|a| over a row that sums to one says by
-how much its errors grow. So q and k start as standard normal draws and are halved until it is at most 100 in every row.
-The column `q, k ×` tells by how much: 1 for all entries whose weights are positive.
+The comparison needs meaningful numbers. If features may be negative, a row of weights can sum to nearly zero; dividing
+by that sum then amplifies errors in any precision, by a factor Σ|a| for a row that sums to one. So q and k start as
+standard normal draws and are halved until Σ|a| is at most 100 in every row. The column `q, k ×` shows the factor: 1 for
+all entries with positive weights.
 
-At lengths where a dense computation has no room the truth is the same entry in float64, which the torch reference
-takes; errors are of the output, of its last 1024 rows, and of the gradients in q, k and v.
+At lengths where a dense matrix does not fit in memory, the reference is the same entry in float64, which runs in torch;
+errors are those of the output, of its last 1024 rows, and of the gradients in q, k and v.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         entry = h.CATALOG[name]
         try:
             row = {"name": name} | errors(entry) | ({} if options.no_times else times(entry))
-        except Exception as error:  # one that breaks must not hide the others
+        except Exception as error:  # one failure must not hide the other results
             rows.append({"name": name, "problem": f"{type(error).__name__}: {error}"[:300]})
             print(f"{name:22}FAILED {rows[-1]['problem'][:200]}", flush=True)
             continue
@@ -76,7 +76,7 @@ LONG = (
 
 
 def is_bad(row) -> bool:
-    """It broke, or an error is more than twice the naive way's."""
+    """True if the entry raised, or an error is more than twice the naive one."""
     names = [name for kind in KINDS for name in (kind, f"{kind}_grad")]
     return "problem" in row or any(not row[name] <= 2 * row[f"{name}_naive"] for name in names)
 
@@ -103,7 +103,7 @@ def errors(entry) -> dict[str, float]:
 
 
 def by_length(entry) -> None:
-    """The errors at each length, a line each."""
+    """Print the errors at each length, one line each."""
     for n in LENGTHS:
         torch.manual_seed(0)
         mechanism = entry.build(**given(entry, d=64, heads=2, length=n)).to("cuda", torch.bfloat16)
@@ -118,7 +118,7 @@ def by_length(entry) -> None:
 
 
 def well_posed(mechanism, q, k) -> float:
-    """By what to scale q and k so that no row which sums to one has terms that nearly cancel."""
+    """The factor for q and k with which no row that sums to one has nearly cancelling terms."""
     scale = 1.0
     while True:
         with torch.no_grad():
@@ -135,7 +135,7 @@ def definition(mechanism):
 
 
 def outcome(function, inputs, g, dtype) -> list:
-    """The output and the gradients in q, k and v, None for what is not looked at."""
+    """The output and the gradients in q, k and v; None for inputs that do not affect it."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
     out.backward(g.to(out))
@@ -143,7 +143,7 @@ def outcome(function, inputs, g, dtype) -> list:
 
 
 def times(entry) -> dict[str, float]:
-    if entry.complexity == "N³":  # a baseline that nobody would run at this length
+    if entry.complexity == "N³":  # a baseline that is not meant for this length
         return {"forward_ms": nan, "both_ms": nan}
     q, k, v = (torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mechanism = entry.build(**given(entry, d=64, heads=16, length=8192)).to(torch.bfloat16).cuda()

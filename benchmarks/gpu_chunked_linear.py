@@ -1,12 +1,12 @@
-"""Chunked linear attention on a GPU: is it right, how fast is it, which configurations are best.
+"""Chunked linear attention on a GPU: errors, times, and the best configurations.
 
-    python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive way's
+    python benchmarks/gpu_chunked_linear.py --check             errors against float64, beside the naive errors
     python benchmarks/gpu_chunked_linear.py --long              does the error grow with n
     python benchmarks/gpu_chunked_linear.py --tune d64          the best configurations, beside the table's
-    python benchmarks/gpu_chunked_linear.py --profile           where the host's time goes
+    python benchmarks/gpu_chunked_linear.py --profile           where the CPU time goes
     python benchmarks/gpu_chunked_linear.py --bench out.json    the README's table; --peer adds the peer's
 
-Floors count each input read once and each output written once at the copy bandwidth measured in the same run.
+Lower bounds count each input read once and each output written once at the copy bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _load():
-    """The kernel's two modules; without the packages around them where those do not import."""
+    """The kernel's two modules; loaded without their packages if those do not import."""
     name = "heedful.kernels.chunked_linear"
     try:
         return tuple(importlib.import_module(f"{name}.{x}") for x in ("reference", "triton"))
@@ -75,13 +75,13 @@ def draw(B, H, n, d, *, Hkv=None, e=None, dtype=torch.bfloat16, seed=0, positive
     Hkv, e = Hkv or H, e or d
     shapes = (B, H, n, d), (B, Hkv, n, d), (B, Hkv, n, e)
     q, k, v = (torch.randn(s, generator=g, device="cuda") for s in shapes)
-    if positive:  # an identity feature map with a normaliser wants weights of one sign
+    if positive:  # an identity feature map with a normaliser needs weights of one sign
         q, k = q.abs(), k.abs()
     return [x.to(dtype).requires_grad_() for x in (q, k, v)]
 
 
 def decays(shape):
-    """Log-decays of heads that remember 10 to 50 tokens."""
+    """Log-decays of heads with a memory of 10 to 50 tokens."""
     return -0.02 - 0.08 * torch.rand(shape, device="cuda")
 
 
@@ -91,7 +91,7 @@ def line(n):
 
 
 def run(function, inputs, do, **options):
-    """The output and its gradients in q, k, v, and in the decay where that learns."""
+    """The output and its gradients in q, k, v, and in the decay if it is learned."""
     if options.get("log_decay") is not None:
         wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         learns = options["log_decay"].requires_grad
@@ -154,7 +154,7 @@ def check(share=(0, 1), only=None) -> dict:
         Hkv, e, positive = case.pop("Hkv", 2), case.pop("e", None), case.pop("positive", False)
         decay, segments = case.pop("decay", None), case.pop("segments", False)
         learned, turned = case.pop("learned", False), case.pop("turned", False)
-        # the gradient of a decay is one number a head, and the errors of two numbers have no meaningful ratio
+        # the gradient of a decay is one number per head; the ratio of two single errors is not meaningful
         heads = 16 if learned else 2
         inputs = draw(2, heads, n, d, Hkv=heads if learned else Hkv, e=e, dtype=dtype, positive=positive)
         do = torch.randn(2, heads, n, e or d, device="cuda")
@@ -185,7 +185,7 @@ def check(share=(0, 1), only=None) -> dict:
 
 
 def long_check(n=131072) -> dict:
-    """Does the error grow with n? All rows and the last 1024 against float64 of the reference, on the device."""
+    """Show whether the error grows with n: all rows and the last 1024 against the float64 reference on the device."""
     table = {}
     for length in (2048, 16384, n):
         for name, heads, case in (
@@ -254,7 +254,7 @@ def copy_bandwidth():
 
 
 def floors(inputs, bandwidth):
-    """ms to move q, k, v, o once; and those, then q, k, v, o, do, dq, dk, dv once."""
+    """Lower bounds in ms: to move q, k, v, o once; and with backward, also q, k, v, o, do, dq, dk, dv once."""
     q, k, v = inputs
     o = q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3] * q.element_size()
     forward = q.nbytes + k.nbytes + v.nbytes + o
@@ -262,7 +262,7 @@ def floors(inputs, bandwidth):
 
 
 def timed(function, inputs, learned=()):
-    """ms forward, ms forward + backward (to what is learned too), and peak GiB of the second beyond its inputs."""
+    """ms forward, ms forward + backward (including parameters), and peak GiB of the latter beyond its inputs."""
     do = None
 
     def forward():
@@ -284,8 +284,8 @@ def timed(function, inputs, learned=()):
 
 
 def peer(work):
-    """The same work through flash-linear-attention, tokens before heads as it wants them."""
-    if "fla" not in sys.modules:  # its kernels alone: its __init__ imports models and transformers
+    """The same work by flash-linear-attention, with the token axis before the head axis."""
+    if "fla" not in sys.modules:  # load only its kernels: its __init__ imports models and transformers
         package = types.ModuleType("fla")
         package.__path__ = importlib.util.find_spec("fla").submodule_search_locations
         package.__version__ = importlib.metadata.version("fla-core")
@@ -304,7 +304,7 @@ def peer(work):
 
 
 def output_of(q, k, v, **options):
-    if options.get("feature") == "cosformer":  # its features made in torch
+    if options.get("feature") == "cosformer":  # its features are computed in torch
         turns = [f(line(q.shape[2]))[:, None, :, None].to(q.dtype) for f in (torch.cos, torch.sin)]
         q, k = (torch.cat([x.relu() * turn for turn in turns], -1) for x in (q, k))
         options["feature"] = "identity"
@@ -354,7 +354,7 @@ def bench(path, peers=(), only=None) -> None:
 
 
 def recorded(work):
-    """The launches of one forward and backward, to be launched again in other configurations."""
+    """Records the launches of one forward and backward pass, to repeat them with other configurations."""
     found = []
     real = launches.launch
 
@@ -387,7 +387,7 @@ def features_of(work) -> int:
 
 
 def grid(width):
-    """Configurations to try: fewer registers a thread mean more programs a multiprocessor."""
+    """Configurations to try: fewer registers per thread allow more programs per multiprocessor."""
     if width == 64:
         found = itertools.product((64,), (4, 8), (2, 3, 4))
         found = [*found, *itertools.product((64,), (4,), (2, 3), (128, 168))]
@@ -400,7 +400,7 @@ def grid(width):
 
 
 def tune(names, blocks, spans, workers) -> None:
-    """Compiled in parallel first, by processes that take a part each; then timed, one after the other."""
+    """Compile all configurations in parallel processes, then time them one after the other."""
     flags = [sys.executable, __file__, "--tune", *names, "--blocks", *map(str, blocks)]
     flags += ["--spans", *map(str, spans)] if spans else []
     shares = [[*flags, "--share", str(i), str(workers)] for i in range(workers)]
@@ -412,9 +412,9 @@ def tune(names, blocks, spans, workers) -> None:
 
 
 def launch_all(name, block, span, share=None) -> float:
-    """Every launch in every configuration: ms of the best of each together; with a share (i, of) only compiled.
+    """Time every launch in every configuration; return the sum of the best ms. With a share (i, of), only compile.
 
-    The table's configuration comes first, and what the others leave in memory is compared with what it leaves.
+    The table's configuration runs first; the buffers that the others write are compared with its buffers.
     """
     work, usual_block, usual_span = TUNED[name], dict(launches.BLOCKS), launches.span
     kind = max(64, features_of(work)), "bf16"
@@ -457,20 +457,20 @@ def launch_all(name, block, span, share=None) -> float:
 
 
 def apart(x, y) -> float:
-    """‖x − y‖ / ‖y‖ of two buffers, which may hold anything where nothing is written."""
+    """‖x − y‖ / ‖y‖ of two buffers; unwritten entries may have any value."""
     x, y = (a.float().nan_to_num(0, 0, 0) for a in (x, y))
     return ((x - y).norm() / y.norm().clamp(min=1e-30)).item()
 
 
 def time_of(setup, pointers, describe, config, timing) -> float | None:
-    """ms of one launch in a configuration; None where it is only compiled, or does not fit."""
+    """ms of one launch in a configuration; None if it is only compiled, or does not fit."""
     usual = setup.configs
     try:
         setup.configs = {**usual, describe()[0]: config}
         described = describe()
         constants = described[-1]
         if constants["PARTS"] > 1 and constants.get("DK") and constants.get("DV"):
-            return None  # both gradients at once take a program that has all of the state
+            return None  # both gradients at once need a program that holds the whole state
         program = launches.first(setup, pointers, *described)
         torch.cuda.synchronize()
         return median(functools.partial(program, *(x.data_ptr() for x in pointers)), 10) if timing else None
@@ -483,7 +483,7 @@ def time_of(setup, pointers, describe, config, timing) -> float | None:
 
 
 def profile(repeats=300) -> None:
-    """Where the host's time goes in a call too small to hide it."""
+    """Profile the CPU time of a call that is too small to hide it."""
     import cProfile
     import pstats
     import time

@@ -1,10 +1,10 @@
-"""How long the first call of an entry takes on a GPU, with its backward pass, where nothing was compiled before.
+"""Time the first call of each entry on a GPU, with its backward pass, without compiled programs.
 
     python benchmarks/gpu_first_calls.py [NAME …] [--workers 2]
 
-Each entry has a process of its own, with an empty cache of compiled programs; so many at a time. Inside it bfloat16 and
-float32 heads of width 64, 128 and 256 are called in turn: of what they share only the first pays. Seconds, and what
-ran.
+Each entry runs in a separate process with an empty cache of compiled programs, `--workers` at a time. The process calls
+bfloat16 and float32 heads of width 64, 128 and 256 in turn; only the first call pays for what they share. Prints
+seconds, and the backend that ran.
 """
 
 from __future__ import annotations

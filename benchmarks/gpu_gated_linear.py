@@ -1,14 +1,15 @@
-"""Gated linear attention on a GPU, a gate for each channel: the errors and the times of its README.
+"""Gated linear attention on a GPU, one gate per channel: the errors and times in its README.
 
     python benchmarks/gpu_gated_linear.py                      both, in about a minute
-    python benchmarks/gpu_gated_linear.py --errors float32     of the cases whose names have that word; no times
-    python benchmarks/gpu_gated_linear.py --times d128         of the works whose names have it; no errors
-    python benchmarks/gpu_gated_linear.py --times d64 --reference     and those of the torch reference
+    python benchmarks/gpu_gated_linear.py --errors float32     only errors, of cases with this word in their name
+    python benchmarks/gpu_gated_linear.py --times d128         only times, of workloads with this word in their name
+    python benchmarks/gpu_gated_linear.py --times d64 --reference     also times of the torch reference
 
-Errors are ‖x − x₆₄‖ / ‖x₆₄‖ of the output and of every gradient, where x₆₄ is the dense definition in float64; beside
-them those of the dense definition in the precision of the inputs (sums of gates in float32). A case is ok where none is
-more than twice its naive one and two calls give the same bits. Each case is a process of its own: they compile side by
-side, and one that breaks the card takes no other along. Times are medians of `do_bench`, forward and both passes.
+Errors are ‖x − x₆₄‖ / ‖x₆₄‖ of the output and of every gradient, where x₆₄ is the dense definition in float64. Beside
+them are the naive errors: the dense definition in the precision of the inputs (sums of gates in float32). A case is ok
+if no error is more than twice the naive one and two calls give the same bits. Each case runs in a separate process, so
+cases compile in parallel, and one that crashes the GPU context does not affect the others. Times are medians of
+`do_bench`, forward and both passes.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ WORKS = {
 
 
 def draw(B, H, n, r, e, dtype, *, positive=False, shut=False, strength=1 / 16):
-    """q, k, v and log-gates: mild ones, as those of a trained model are, with a few shut ones where asked for."""
+    """q, k, v and log-gates: mild gates, as in a trained model, and optionally a few closed ones."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, u = (torch.randn(B, H, n, w, generator=generator, device="cuda") for w in (r, r, e, r))
-    # a normaliser wants weights of one sign
+    # a normaliser needs weights of one sign
     q, k = (0.3 * q + 0.5, 0.3 * k + 0.5) if positive else (q * r**-0.5, k)
     gates = F.logsigmoid(u) * strength
     return *(x.to(dtype) for x in (q, k, v)), torch.where(u < -1.8, -torch.inf, gates) if shut else gates
 
 
 def dense(q, k, v, *, log_decay, feature, normalise, segments):
-    """The definition, with all factors between all pairs at once: everything in the dtype of q but sums of gates."""
+    """The definition, with the factors of all pairs materialised; everything in the dtype of q except sums of gates."""
     B, _, n, _ = q.shape
     ids = torch.zeros(B, n, dtype=torch.long, device=q.device) if segments is None else segments
     real = ids >= 0

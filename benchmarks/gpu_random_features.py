@@ -1,13 +1,13 @@
-"""Random feature attention on a GPU: is it right, how fast is it, which configurations are best.
+"""Random feature attention on a GPU: errors, times, and the best configurations.
 
     python benchmarks/gpu_random_features.py                     all of it, in about three minutes:
     python benchmarks/gpu_random_features.py --core              errors against float64 in the four main cases
     python benchmarks/gpu_random_features.py --bench             the README's table, and each launch alone
     python benchmarks/gpu_random_features.py --tune              candidates for each launch, the best of them together
-    python benchmarks/gpu_random_features.py --check             the other cases, each in a process of its own
+    python benchmarks/gpu_random_features.py --check             the other cases, each in a separate process
     python benchmarks/gpu_random_features.py --one "d16 m64"     one case
 
-Results go to $OUT/gpu_random_features.json, or here. Kernels are compiled by many processes first.
+Results go to $OUT/gpu_random_features.json, or to this folder. Many processes compile the kernels first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def naive(q, k, v, *, query_weight, key_weight, bias=None, curvature=0.0, key_bi
 
 
 def exact(q, k, v, *, causal=True, **options):
-    """The same in float64 by logarithms, a few rows at a time, so that nothing vanishes."""
+    """The same in float64 with logarithms, a few rows at a time, so that nothing underflows."""
     group = q.shape[1] // k.shape[1]
     x, y = reference.log_features(q, k, **options)
     y, v = (t.repeat_interleave(group, 1) for t in (y, v))
@@ -68,7 +68,7 @@ def exact(q, k, v, *, causal=True, **options):
 
 def draw(B=1, H=2, n=1000, d=64, *, m=None, KV=None, e=None, features=256, dtype=torch.bfloat16, per_head=False,
          key_bias=False, length=1.0, seed=0):  # fmt: skip
-    """Inputs and the parameters of FAVOR+ with scale d^-½, or of dense features where `key_bias`."""
+    """Inputs and the parameters of FAVOR+ with scale d^-½, or of dense features if `key_bias`."""
     g = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape):
@@ -146,7 +146,7 @@ def check_one(case, split=True):
 
 
 def report(name) -> dict:
-    """One case: errors beside the naive way's, and whether two runs agree bit for bit."""
+    """Check one case: errors beside the naive errors, and whether two runs are bit-identical."""
     torch.backends.cuda.matmul.allow_tf32 = False
     if name == "long n":
         return long_check()
@@ -165,7 +165,7 @@ def core() -> dict:
 
 
 def check(limit) -> dict:
-    """Each case in a process of its own, a few at a time, so that one that breaks the device breaks nothing else."""
+    """Run each case in a separate process, a few at a time: a case that crashes the GPU context affects no other."""
     waiting, running, table = [*CHECKS, "long n"], {}, {}
     while waiting or running:
         while waiting and len(running) < 7 and time.time() - START < limit:
@@ -192,7 +192,7 @@ def check(limit) -> dict:
 
 
 def long_check() -> dict:
-    """Does the error grow with n? Against float64 of the reference, on the device; also the last 1024 rows."""
+    """Show whether the error grows with n, against the float64 reference on the device; also of the last 1024 rows."""
     table = {}
     for n in (2048, 16384, 131072):
         inputs, options = draw(n=n, H=1)
@@ -248,7 +248,7 @@ def usual(block):
 
 
 def recorded(inputs, options, launching=True) -> list:
-    """What `Plan.launch` and `Plan.join` were called with in a forward and backward pass."""
+    """The arguments of `Plan.launch` and `Plan.join` in a forward and backward pass."""
     calls = []
     real, real_join = launches.FeatureSetup.launch, launches.FeatureSetup.join
 
@@ -271,7 +271,7 @@ def recorded(inputs, options, launching=True) -> list:
 
 
 def again(call, config=None):
-    """A function that makes a recorded call once more, by another configuration."""
+    """A function that repeats a recorded call with another configuration."""
     name, setup, args, constants = call
     if name == "join":
         return lambda: setup.join(*args)
@@ -282,7 +282,7 @@ def again(call, config=None):
 
 
 def by_launch(inputs, options) -> dict:
-    """ms of each launch of one forward and backward, timed alone; those of one name together."""
+    """ms of each launch of one forward and backward pass, timed separately; launches of one name are summed."""
     found = defaultdict(float)
     for call in recorded(inputs, options):
         found[call[0]] += median(again(call), 10)
@@ -336,7 +336,9 @@ WORK = {
 
 
 def floors(inputs, features, causal, bandwidth, rate):
-    """ms forward and both: the larger of bytes (each tensor once) and flops (each product once, blocks of 64)."""
+    """Lower bounds in ms, forward and both passes: the larger of the times for bytes (each tensor once) and for flops
+    (each product once, blocks of 64).
+    """
     q, k, v = inputs
     (B, H, n, d), (_, KV, m, e) = q.shape, v.shape
     r, inside = features, 64 if causal else 0
@@ -381,7 +383,7 @@ def bench() -> dict:
 
 
 def warm(share, of, tuning) -> None:
-    """Compiles every `of`-th task, so that many processes fill the cache together."""
+    """Compile every `of`-th task; many processes fill the cache together."""
 
     def work(causal=True, **work):
         inputs, options = draw(**{"H": 16, **work})
@@ -389,7 +391,7 @@ def warm(share, of, tuning) -> None:
         torch.autograd.grad(o, inputs, torch.randn_like(o))
 
     def tried(block, causal, own):
-        """Sizes that differ from those timed in nothing that Triton compiles for."""
+        """Small sizes for which Triton compiles the same programs as for the timed sizes."""
         inputs, options = draw(H=16, n=2048)
         configured(block, usual(block))
         calls = recorded(inputs, dict(options, causal=causal), launching=False)

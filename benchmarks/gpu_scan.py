@@ -1,10 +1,10 @@
-"""How long `scan` takes on a GPU: a random Llama of 16 layers × 32 heads (8 KV heads), bf16, by length.
+"""Time `scan` on a GPU by length: a random Llama with 16 layers × 32 heads (8 KV heads), bf16.
 
     python benchmarks/gpu_scan.py [--lengths 2048 8192 32768] [--repeats 3] [--profile]
 
-Heads are given logits of different spread (query weights times 0.5 to 8), so that several random-head baselines are
-measured, as in a trained model. Each scan starts without baselines. Prints seconds and peak memory beyond
-the model; the first scan of a process, which compiles kernels, is reported apart.
+Heads have logits of different spread (query weights times 0.5 to 8), so several random-head baselines are measured, as
+in a trained model. Each scan starts without cached baselines. Prints seconds and peak memory beyond the model; the
+first scan of a process, which compiles kernels, is reported separately.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Softmax over patterns on a GPU: is it right, how fast is it, which tiles are best.
+"""Softmax over patterns on a GPU: errors, times, and the best tiles.
 
     python benchmarks/gpu_softmax.py                            all of it, in three minutes
-    python benchmarks/gpu_softmax.py --check                    errors against float64, beside the naive way's
+    python benchmarks/gpu_softmax.py --check                    errors against float64, beside the naive errors
     python benchmarks/gpu_softmax.py --tune                     the best tiles of every kernel
     python benchmarks/gpu_softmax.py --bench                    the README's table
     python benchmarks/gpu_softmax.py --products                 float32 columns times 16-bit q and k: all three of these
-    … --only bigbird                                            checks and works whose names have one of these words
-    … --out results.json  --workers 14                          programs are compiled side by side beforehand
+    … --only bigbird                                            checks and workloads with one of these words in the name
+    … --out results.json  --workers 14                          compile programs in parallel beforehand
 
-A peer is timed in the same run: FlexAttention, compiled, and torch's fused kernel where the pattern is dense.
+Peers are timed in the same run: compiled FlexAttention, and torch's fused kernel if the pattern is dense.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _load(*names):
-    """The kernel's modules; without the packages around them where those do not import."""
+    """The kernel's modules; loaded without their packages if those do not import."""
     sys.path.insert(0, str(ROOT / "src"))
     base = "heedful.kernels.softmax"
     try:
@@ -156,7 +156,7 @@ def outcome(function, inputs, do, pattern, segments, **more):
 
 def case(pattern, n=1000, d=64, H=2, Hkv=None, packed_by=0, odd=False, **rest):
     inputs = draw(2, H, n, d, Hkv=Hkv, **rest)
-    if odd:  # rows at odd distances
+    if odd:  # rows with odd strides
         inputs = [torch.cat([x, x[..., :3]], -1)[..., :d].detach().requires_grad_() for x in inputs]
     segments = packed(2, n, packed_by, inputs[0].ndim - 3) if packed_by else None
     o = torch.broadcast_shapes(inputs[0].shape[:-2], inputs[2].shape[:-2])
@@ -272,10 +272,10 @@ WINDOW = Window(511)
 
 
 def launching(name, job, lse, do, o, delta):
-    """One launch of one kernel, with everything it needs at hand."""
+    """A closure that makes one launch of one kernel."""
     setup = job.setup
     dq, dk, dv = (torch.empty_like(x) for x in (job.q, job.k, job.v))
-    dq = dq.unsqueeze(2)  # no heads share keys here
+    dq = dq.unsqueeze(2)  # no shared keys here
     return {
         "attend": lambda: launches.attend_rows(job, o, lse, 0, setup.n, 1, 0),
         "queries": lambda: launches.query_rows(job, o, lse, do, delta, dq, 0, setup.n, 1, 0),
@@ -286,7 +286,7 @@ def launching(name, job, lse, do, o, delta):
 
 
 def tuning(n, only=None):
-    """Every kernel in every configuration, as (width, name, config, launch)."""
+    """Yield every kernel in every configuration, as (width, name, config, launch)."""
     for width, kernels in TUNED.items():
         for name, configs in kernels.items():
             dense = name in ("adjoint", "statistics")
@@ -342,7 +342,7 @@ TUNED_PRODUCTS = {
 
 
 def both_products(n, d, pattern=WINDOW, dtype=torch.bfloat16):
-    """A Y and Aᵀ Y of one head as computed here; and raised to float32, by three products of tf32 each."""
+    """A Y and Aᵀ Y of one head by these kernels; and with inputs cast to float32, by three tf32 products each."""
     q, k = (x.detach() for x in draw(1, 1, n, d, dtype=dtype)[:2])
     given = PLAIN, pattern, None, d**-0.5
     here, memory, wide = products.Products(q, k, *given), {}, (q.float(), k.float())
@@ -371,7 +371,7 @@ def check_products() -> dict:
 
 
 def tune_products(n=65536) -> list:
-    """One head, causal; what its rows are walked in."""
+    """Find the best tiles for products with one causal head."""
     found = []
     for (d, E), configs in TUNED_PRODUCTS.items():
         products.columns_of = lambda e, E=E: E
@@ -445,7 +445,7 @@ MODS = {
 
 
 def bigbird_mod(n):
-    """Which blocks are joined is read from a table."""
+    """BigBird's mask for FlexAttention; a table says which blocks are connected."""
     at = torch.arange(0, n, 64, device="cuda")
     joined = RANDOM.allows(at[:, None], at)
 
@@ -460,7 +460,7 @@ def median(function, milliseconds=60):
 
 
 def timed(function, inputs):
-    """ms forward, ms forward + backward, and peak GiB of the second beyond its inputs."""
+    """ms forward, ms forward + backward, and peak GiB of the latter beyond its inputs."""
 
     def forward():
         with torch.no_grad():
@@ -497,7 +497,7 @@ def flex(name, n):
 
 
 def with_mask(pattern, q):
-    """Torch's kernel with a dense mask, which heads share."""
+    """Torch's kernel with a dense mask, shared by all heads."""
     n = q.shape[-2]
     hidden = ~visible(pattern, n, n, None, q.device)
     mask = torch.zeros(n, n, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf).expand(*q.shape[:2], n, n)
@@ -505,7 +505,7 @@ def with_mask(pattern, q):
 
 
 def making(pattern, n) -> float:
-    """ms until the lists of a pattern are made, the second time that anything like it is."""
+    """ms to build the block lists of a pattern a second time, with an empty cache."""
     for _ in range(2):
         lists._unsegmented.cache_clear()
         torch.cuda.synchronize()
@@ -549,7 +549,7 @@ def bench(until=185.0) -> list:
 
 
 def measuring() -> list:
-    """One head: statistics of the rows, the adjoint, the log-sum-exp, beside torch's forward product."""
+    """Time for one head: row statistics, adjoint, log-sum-exp, beside torch's forward product."""
     results = []
     for n, pattern in ((8192, Full()), (65536, Full()), (65536, Causal())):
         q, k, v = (x.detach() for x in draw(1, 1, n, 64))
@@ -574,7 +574,7 @@ def measuring() -> list:
 
 
 def host(repeats=200) -> dict:
-    """µs that the host takes for a call, forward and both ways."""
+    """µs of CPU time for a call, forward and both passes."""
     inputs = draw(1, 16, 512, 64)
     do = torch.randn_like(inputs[0])
 
@@ -598,22 +598,22 @@ def host(repeats=200) -> dict:
     return found
 
 
-PEERS = 2  # workers that compile the peer
+PEERS = 2  # workers that compile FlexAttention
 
 
 def narrow(words: list[str]) -> None:
-    """Leaves the checks and works whose names have one of the words."""
+    """Keep only the checks and workloads with one of the words in their name."""
     for table in (CHECKS, WORK):
         for name in [name for name in table if not any(word in name for word in words)]:
             del table[name]
 
 
 def warm(share: int, of: int, all_tiles: bool) -> None:
-    """Compiles a share of everything, at sizes that take no time; the results wait in Triton's cache."""
+    """Compile a share of all programs, at small sizes; the results stay in Triton's cache."""
     jobs = [lambda name=name: one_check(name) for name in CHECKS]
     jobs += [lambda work=work: small(work) for work in WORK.values()]
     others = of - PEERS
-    if share >= others:  # at the sizes that are timed: another length is another program to the peer
+    if share >= others:  # at the timed sizes: FlexAttention compiles each length separately
         for work in [work for work in WORK.values() if "flex" in work][share - others :: PEERS]:
             attempt(lambda work=work: timed_once(flex(work["flex"], work["n"]), prepare(work)[0]))
         return
@@ -638,7 +638,7 @@ def attempt(job):
         job()
         torch.cuda.synchronize()
     except Exception:
-        pass  # it fails again, and is reported, where it is measured
+        pass  # it fails again when it is measured, and is reported there
 
 
 def main() -> None:

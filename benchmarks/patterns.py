@@ -1,11 +1,11 @@
-"""Softmax over a pattern beside dense causal softmax: does each pattern reach the kernel made for it?
+"""Time softmax over patterns beside dense causal softmax: does each pattern reach the kernel made for it?
 
     python benchmarks/patterns.py                     N = 4096, 8 heads, d = 64, one thread
     python benchmarks/patterns.py --length 16384
-    python benchmarks/patterns.py --device cuda       bfloat16; also by each other backend that takes the inputs
+    python benchmarks/patterns.py --device cuda       bfloat16; also with every other backend that accepts the inputs
 
-Milliseconds, the least of several interleaved runs: CPU time on a CPU, time between events on a GPU. `adjoint` is a
-product of 8 columns with Aᵀ after the first one, `rows` the statistics of every row.
+Milliseconds, the minimum of several interleaved runs: CPU time on a CPU, time between events on a GPU. `adjoint` is a
+product of Aᵀ with 8 columns (not the first such product), `rows` the statistics of every row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def milliseconds(work: Callable[[], object], device: str) -> float:
 
 
 def backends(attend: h.Softmax, q, k, v, device: str) -> list[str]:
-    """The one that is chosen first; on a GPU also all others without objections."""
+    """The preferred backend; on a GPU also all others that accept the inputs."""
     inputs = q, k, v, attend.rows(), attend.pattern, None, attend.score_scale(q.shape[-1])
     chosen = softmax.choose(*inputs).name
     others = [name for name, each in softmax.backends.items() if name != chosen and not each.objections(*inputs)]
@@ -83,7 +83,7 @@ def main() -> None:
             parts = works(attend, q, k, v)
             todo.append((name, backend, number > 0, parts if not number else {"forward": parts["forward"]}))
     best: dict[tuple[str, str, str], float] = {}
-    for _ in range(given.runs + 1):  # the first one compiles and fills caches
+    for _ in range(given.runs + 1):  # the first run compiles and fills caches
         for name, backend, forced, parts in todo:
             with h.backend(backend if forced else None):
                 for part, work in parts.items():

@@ -1,9 +1,9 @@
-"""Frozen projections: are scores on the scale of the tokens, and from which width on is Hadamard the faster one?
+"""Frozen projections: do they preserve the scale of scores, and from which width on is Hadamard faster?
 
     python benchmarks/projections.py [--tokens 256]
 
 Prints, for each width, the standard deviation of q·k / √d over pairs of standard normal tokens, and the time of
-`Hadamard` as a share of that of a dense matrix, with backward in x: medians on one thread, taken in turns.
+`Hadamard` relative to a dense matrix, with backward in x: medians of interleaved runs on one thread.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Ranks of a scan against dense float64 decompositions, on texts that nothing was chosen by.
+"""Compare the ranks of a scan with dense float64 decompositions, on texts that were not used to tune anything.
 
     apt-get download anarchism debian-handbook emacs-el fortunes jargon perl-doc postgresql-doc-15 python3.11-doc
     python benchmarks/rank_accuracy.py . [--case minilm:128,256,512 --case smollm2:256,512,1024]
 
 takes one file from each Debian package in the folder (UNSEEN), scans the texts as the command does, and prints, for
-each model and length: heads whose rank is within 5 % of the truth, the mean signed error with its 95 % interval (texts
-are the unit: heads of one text are not independent), the worst heads, and truths outside their certified interval.
-`--calibration` takes the texts by which the constants of `measures.tail` were chosen instead; change those by these
-texts alone.
+each model and length: heads whose rank is within 5 % of the true rank, the mean signed error with its 95 % interval
+(texts are the unit: heads of one text are not independent), the worst heads, and true ranks outside their certified
+interval. `--calibration` uses the texts on which the constants of `measures.tail` were chosen; tune those constants on
+these texts only.
 
 Dense float64 spectra take 0.2 s of a core for each head of 1024 tokens, a minute for each text of SmolLM2. They are
-kept under runs/ranks, a file for each text, model, length and layer: a run that was interrupted goes on, and another
-estimate is compared in the time of a scan. Needs heedful[hf,report] and dpkg-deb.
+cached under runs/ranks, one file per text, model, length and layer. So an interrupted run continues, and comparing
+another estimate takes only the time of a scan. Needs heedful[hf,report] and dpkg-deb.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import heedful as h
 
 RUNS = Path("runs/ranks")
-SKIPPED, KEPT = 4000, 20_000  # characters of a file: titles and licences stand first
+SKIPPED, KEPT = 4000, 20_000  # characters of a file; titles and licences come first
 UNSEEN = {
     "anarchism": "usr/share/doc/anarchism/markdown/secA4.md.gz",  # political prose
     "debian-handbook": "usr/share/doc/debian-handbook/html/de-DE/sect.virtualization.html",  # German
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def unpacked(folder: Path, package: str, path: str) -> str:
-    """A stretch of one file of a package, without markup."""
+    """A passage of one file of a package, without markup."""
     found = sorted(folder.glob(f"{package}_*.deb"))
     if not found:
         raise SystemExit(f"{folder}: no package {package}. Run apt-get download {package} there.")
@@ -91,7 +91,7 @@ def unpacked(folder: Path, package: str, path: str) -> str:
 
 
 def compare(name: str, lengths: list[int], texts: dict[str, str], every: int) -> list[str]:
-    """Print a row for each length and share; give lines about the worst heads."""
+    """Print a row for each length and share; return lines about the worst heads."""
     from heedful import hf
     from heedful.hf.load import quiet
 
@@ -106,7 +106,7 @@ def compare(name: str, lengths: list[int], texts: dict[str, str], every: int) ->
 
 
 def scanned(model, tokenizer, lengths: list[int], texts: dict[str, str], every: int) -> list[dict]:
-    """The ranks that a scan gives."""
+    """The ranks from a scan."""
     from heedful import hf
     from heedful.scan.worker import survey
 
@@ -154,7 +154,7 @@ def table(name: str, lengths: list[int], texts: list[str], rows: list[dict], tru
 
 
 def interval(means: list[float]) -> tuple[float, float]:
-    """The mean over texts, and half the width of its 95 % interval."""
+    """The mean over texts, and the half width of its 95 % interval."""
     count = len(means)
     mean = sum(means) / count
     if count < 2:

@@ -1,12 +1,12 @@
-"""Queries and keys of real models on real text, as every head sees them: after rotary embedding, groups repeated.
+"""Capture queries and keys of real models on real text, per head: after rotary embedding, groups repeated.
 
     python benchmarks/real_heads.py minilm|smollm2 [--length 1024] [--text FILE] [--offset 0]
 
 writes runs/heads/<model>-<length>[-<offset>].safetensors with `q.<layer>` and `k.<layer>`, (heads, length, width) in
-float32, and `scale`; a file that is there already is kept. Without `--text` it is the prose that heedful brings.
-`--offset` skips so many characters: another passage, to see whether what holds on one holds on the next. Needs
-heedful[hf]; `heedful.hf.Probe` captures, and checks itself against the model's own attention. The weights come with two
-packages (docs/models.md); those of SmolLM2 are quantised to 4 bits, whose noise is in every figure made from them.
+float32, and `scale`; an existing file is not overwritten. Without `--text` it uses the prose that comes with heedful.
+`--offset` skips that many characters, to check a result on another passage. Needs heedful[hf]; `heedful.hf.Probe`
+captures the heads and checks itself against the model's own attention. The weights come with two packages
+(docs/models.md); those of SmolLM2 are quantised to 4 bits, so every figure made from them contains that noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def load(model: str, length: int, offset: int = 0) -> dict[str, torch.Tensor]:
-    """What `capture` wrote."""
+    """Read what `capture` wrote."""
     from safetensors.torch import load_file
 
     path = _path(model, length, offset)

@@ -1,11 +1,11 @@
-"""What is said of attention's rank, beside what scans of two real models measure.
+"""Compare common claims about the rank of attention with scans of two real models.
 
     python benchmarks/scan_claims.py [--texts 20] [--model minilm:512 --model smollm2:512 --model smollm2:1024]
 
 Claims: at N = 512 the effective rank is about 150; early layers have high rank, late layers low; the top 10 % of the
-singular values carry 80 % of the energy. Each number is a mean over heads and texts, with a 95 % interval over texts
-and that of random heads of the same logit variance, length, mask and width beside it. Records are kept under
-runs/claims and taken up again. Needs heedful[hf,report]; the weights of SmolLM2 are quantised to four bits.
+singular values carry 80 % of the energy. Each number is a mean over heads and texts with a 95 % interval over texts,
+beside the number for random heads of the same logit variance, length, mask and width. Records are stored under
+runs/claims and reused. Needs heedful[hf,report]; the weights of SmolLM2 are quantised to four bits.
 """
 
 from __future__ import annotations

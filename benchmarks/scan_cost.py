@@ -1,13 +1,13 @@
-"""What a scan costs beside eager attention with `output_attentions` and a dense SVD of every head.
+"""Compare the cost of a scan with eager attention with `output_attentions` and a dense SVD of every head.
 
     python benchmarks/scan_cost.py [--model smollm2] [--length 1024] [--texts 20] [--dense-texts 20] [--threads 2]
         [--dtype bfloat16]
 
-Each side runs in a process of its own, on the same texts: seconds for each text, on the clock and of the processor, and
-the peak of resident memory, whole and beyond what the loaded model takes. The dense side keeps all weights of one
-forward pass, as `output_attentions` does, and takes `torch.linalg.svdvals` of each head in float32, and nothing else;
-a scan gives some forty numbers for each head beside its ranks, a random head, and pictures. The dense side may be run
-on fewer texts: figures are for one text. Needs heedful[hf,report].
+Each side runs in a separate process on the same texts. Prints wall and CPU seconds per text, and peak resident memory,
+in total and beyond the loaded model. The dense side stores all weights of one forward pass, as `output_attentions`
+does, and computes only `torch.linalg.svdvals` of each head in float32. A scan computes some forty numbers for each head
+besides its ranks, a random head, and pictures. The dense side may use fewer texts: figures are per text. Needs
+heedful[hf,report].
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
     from heedful.scan.texts import builtin
 
     quiet()
-    keep_pages()  # as the command does
+    keep_pages()  # like the command
     if options.threads:
         torch.set_num_threads(options.threads)
     count = options.texts if options.side == "scan" else options.dense_texts or options.texts
     model, tokenizer = hf.load(options.model, dtype=options.dtype)
     texts = builtin(options.length, count)
     for weight in model.parameters():
-        weight.detach().sum()  # weights are mapped from their file until they are read
+        weight.detach().sum()  # read the weights, which are memory-mapped from their file
     before = peak()
     clock, work = time.perf_counter(), time.process_time()
     rank = ours(options, model, tokenizer, texts) if options.side == "scan" else dense(options, model, tokenizer, texts)
@@ -95,7 +95,7 @@ def dense(options: argparse.Namespace, model, tokenizer, texts: list[str]) -> fl
 
 
 def dense_ranks(options: argparse.Namespace, model, tokenizer, text: str) -> list[int]:
-    """Of one text, whose weights go before those of the next are made: a loop would hold both."""
+    """The ranks of one text. A function, so that its weights are freed before the next text: a loop would hold both."""
     import torch
 
     from heedful import hf

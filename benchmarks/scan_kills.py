@@ -1,11 +1,11 @@
-"""Kill a scan at random moments, resume it, and compare its records with those of a scan that was left alone.
+"""Kill a scan at random moments, resume it, and compare its records with those of an undisturbed scan.
 
     python benchmarks/scan_kills.py [--model minilm] [--kills 20] [--length 64] [--texts 12]
 
-Every process is the command that users run. Once it measures, it is ended by SIGKILL at a moment drawn over half the
-time that the measuring takes undisturbed. When all texts are there the records are compared, bit for bit, and another
-scan begins, until there were enough kills. Counts kills that took away a text which had been written (none should),
-and drafts that are left. Needs heedful[hf,report].
+Every process is the command that users run. Once it measures, SIGKILL ends it at a random moment within half of the
+undisturbed measuring time. When all texts are measured, the records are compared bit for bit, and another scan starts,
+until there were enough kills. Counts kills that lost a text already written (there should be none), and temporary files
+left behind. Needs heedful[hf,report].
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parts(out: Path) -> set[tuple[str, int]]:
 def killed_until_done(
     options: argparse.Namespace, out: Path, draw: random.Random, span: float, most: int
 ) -> tuple[int, int]:
-    """How many kills it took, and how many of them took a text away."""
+    """The number of kills, and how many of them lost a text."""
     kills = lost = 0
     while True:
         before = len(parts(out))
@@ -82,7 +82,7 @@ def killed_until_done(
 
 
 def wait_until_it_measures(process: subprocess.Popen, out: Path, begun: float) -> None:
-    """The manifest is written then, again where the scan was resumed."""
+    """Wait until the scan measures: then it has written the manifest, or rewritten it if it was resumed."""
     manifest = out / "scan.json"
     while process.poll() is None and not (manifest.exists() and manifest.stat().st_mtime >= begun):
         time.sleep(0.005)

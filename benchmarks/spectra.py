@@ -1,4 +1,4 @@
-"""Measures from products against dense decompositions: accuracy, speed, growth.
+"""Compare measures computed from products with dense decompositions: accuracy, speed, growth.
 
     python benchmarks/spectra.py accuracy minilm --length 512       every head against float64, in one run
     python benchmarks/spectra.py speed smollm2 --length 2048        rows, top 32, effective rank against eager + svdvals
@@ -9,18 +9,18 @@ The first two need heads that benchmarks/real_heads.py captured; its docstring s
 
     python benchmarks/real_heads.py smollm2 --length 2048
 
-Rows go to runs/spectra/<name>.jsonl as they are measured, and a row that is there already is not measured again: a run
-that was interrupted goes on. Delete the file to measure anew.
+Rows are written to runs/spectra/<name>.jsonl as they are measured. Existing rows are not measured again, so an
+interrupted run continues. Delete the file to start over.
 
     --layers 0,10,20    these layers (0-5 works too); all of them otherwise
-    --limit 4           the first so many heads of each layer
+    --limit 4           the first 4 heads of each layer
     --offset 200000     heads captured from another passage
-    --iterative         no full decompositions of small heads: what is checked is the iteration (accuracy)
-    --as-scan           with the products that a scan spends by default (accuracy)
-    --sample 0,10,20    dense references of these layers only, ours of all; both are reported for each head (speed)
+    --iterative         no full decompositions of small heads, to check the iteration (accuracy)
+    --as-scan           with the default budget of products of a scan (accuracy)
+    --sample 0,10,20    dense references for these layers only, ours for all; both reported per head (speed)
 
-The dense references dominate: on one core, float32 at N = 2048, about 1.5 s a head against 0.13 s, so that all 270
-heads take seven minutes, and with `--sample 0,5,10,15,20,25` two.
+The dense references dominate: on one core, float32 at N = 2048, about 1.5 s per head against 0.13 s. All 270 heads take
+seven minutes, and two minutes with `--sample 0,5,10,15,20,25`.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """0,3,8-10 as a list."""
+    """Parse "0,3,8-10" to a list of numbers."""
     ends = [part.split("-") for part in text.split(",")]
     return [number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)]
 
 
 class Rows:
-    """Rows by key in a file of JSON lines; what is there is not measured again."""
+    """Rows by key in a file of JSON lines; existing rows are not measured again."""
 
     def __init__(self, name: str):
         self.path = RUNS / f"{name}.jsonl"
@@ -98,7 +98,7 @@ class Rows:
 
 
 class Layers:
-    """Captured heads, a layer at a time."""
+    """Yield the captured heads, one layer at a time."""
 
     def __init__(self, model: str, length: int, offset: int, chosen: list[int] | None, limit: int | None):
         self.stored, self.limit = load(model, length, offset), limit
@@ -173,12 +173,12 @@ def against_float64(mechanism: h.Mechanism, q: torch.Tensor, k: torch.Tensor, sp
 
 
 def speed(layers: Layers, sample: list[int] | None) -> None:
-    """By layers, as a scan would: row statistics, the first 32 values and the effective rank of every head."""
+    """Time by layer, like a scan: row statistics, the first 32 values and the effective rank of every head."""
     rows = Rows(f"speed-{layers.name}-{torch.get_num_threads()}")
     done, both = [], []
     for layer, q, k in layers:
         compared = sample is None or layer in sample
-        # Heads of the same layer, one race after the other: what else the machine does meets both.
+        # Interleave both sides on the heads of one layer, so other load on the machine affects both.
         done.append(rows.measure(f"ours {layer} {len(q)}", ours_of, layers.mechanism, q, k))
         if compared:
             theirs = rows.measure(f"theirs {layer} {len(q)}", theirs_of, layers.mechanism, q, k)
@@ -243,7 +243,7 @@ def growth(most: int) -> None:
 
 
 def in_a_fresh_process(length: int) -> dict:
-    """The peak of a process is its own: one length a process."""
+    """Measure each length in a separate process, because the peak memory belongs to a process."""
     command = [
         sys.executable,
         __file__,
@@ -257,14 +257,14 @@ def in_a_fresh_process(length: int) -> dict:
 
 
 def one_length(length: int) -> dict:
-    """A made head of smooth and local parts, never formed from 4096 on."""
+    """A synthetic head with smooth and local parts, not materialised from 4096 tokens on."""
     generator = torch.Generator().manual_seed(0)
     walk = torch.randn(length, 64, generator=generator).cumsum(0)
     walk = walk - walk.mean(0)
     q = k = 6 * walk / walk.norm(dim=-1, keepdim=True)
     q = q + 0.3 * torch.randn(length, 64, generator=generator)
     op = h.Softmax(h.Causal()).operator(q, k)
-    op @ torch.ones(length, 64)  # warm up, so that what torch itself allocates is not counted
+    op @ torch.ones(length, 64)  # warm-up, so that torch's own allocations are not counted
     before = peak_mib(reset=True)
     found, seconds = timed(lambda: h.head_measures(op, 32, tau=0.9))
     more = peak_mib() - before
@@ -274,7 +274,7 @@ def one_length(length: int) -> dict:
 
 
 def peak_mib(reset: bool = False) -> float:
-    """The largest resident size of this process so far, or from here on (Linux)."""
+    """The peak resident size of this process so far, or from now on (Linux)."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()

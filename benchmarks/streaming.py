@@ -1,4 +1,4 @@
-"""A long stream in float32 and bfloat16: does the last output drift from the float64 parallel form?
+"""Long streams in float32 and bfloat16: does the last output drift from the float64 parallel form?
 
     python benchmarks/streaming.py [--steps 100000]
 
@@ -51,7 +51,7 @@ def drift(mechanism, dtype: torch.dtype, marks: list[int]) -> tuple[list[float],
         if t + 1 in marks:
             theirs = exact[:, t + 1 - len(last) : t + 1]
             ours = torch.cat(last, -2).double()
-            # What the output's own type rounds away is no drift.
+            # Rounding of the output to its own dtype is not drift.
             errors.append(float((ours - theirs.to(dtype).double()).norm() / theirs.norm()))
             kept.append(sum(x.numel() for x in state if x is not None and x.is_floating_point()))
     return errors, sorted(set(kept))

@@ -1,13 +1,12 @@
-"""Prefill, decode and cache bytes of attached models beside transformers with sdpa.
+"""Compare prefill, decode and cache bytes of attached models with transformers' sdpa.
 
     python benchmarks/swap.py --model smollm2 --tokens 8192 --share 0.6                    a CPU
     python benchmarks/swap.py --model llama-1b --tokens 32768 --share 0.8 --batch 16       a GPU, bf16, random weights
 
-Each round runs every contender once, in turn, in one process: transformers with sdpa on a `DynamicCache` and on
-a `StaticCache`, heedful with all heads exact, and heedful with a share of the KV groups (drawn from seed 0) at
-a window of 256 and 4 sinks. Printed are the least times over the rounds: CPU seconds of one thread on a CPU, wall
-seconds on a GPU.
-Bytes are those of the tensors that the cache holds and, beside them, those that `Plan.cost` says.
+Each round runs every contender once, in turn, in one process: transformers with sdpa on a `DynamicCache` and on a
+`StaticCache`, heedful with all heads exact, and heedful with a share of the KV groups (drawn from seed 0) on a window
+of 256 and 4 sinks. Prints the minimum time over the rounds: CPU seconds of one thread on a CPU, wall seconds on a GPU.
+Bytes are the size of the tensors in the cache, beside the size that `Plan.cost` predicts.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def load(name: str) -> Any:
 
 
 def windowed(model: Any, share: float, window: int, sinks: int) -> hf.Plan:
-    """Some of the KV groups at a window, the same ones every time."""
+    """A plan with some of the KV groups on a window, the same ones every time."""
     plan = hf.Plan.uniform(model)
     units = [(layer, unit) for layer, own in enumerate(plan.layers) for unit in range(len(own.units))]
     random.Random(0).shuffle(units)
@@ -69,7 +68,7 @@ def held(cache: Any) -> int:
 
 
 def measure(model: Any, make: Callable[[], Any], ids: torch.Tensor, steps: int) -> tuple[float, float, int]:
-    """Seconds of a prefill, seconds of a step, bytes of the cache."""
+    """Seconds per prefill, seconds per step, bytes of the cache."""
     one = ids[:, :1]
     with torch.no_grad():
         cache, start = make(), clock(ids.device)

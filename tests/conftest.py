@@ -1,8 +1,8 @@
-"""The annotations of the library, enforced while a test asks for it.
+"""Enforce the library's annotations in tests that request it.
 
 jaxtyping's import hook wraps every function of the modules below before anything imports them; beartype checks shapes
-and types at each call. Checking is off except under the `annotations_enforced` fixture, because bad input is to be
-refused in the library's own words, and tests of those words must reach them.
+and types at each call. Checking is on only under the `annotations_enforced` fixture, because the library has its own
+error messages for bad input, and tests of these messages must reach them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jaxtyping
 import pytest
 from beartype import BeartypeConf, beartype
 
-# Kernels run under Triton's interpreter where there is no GPU; Triton asks when it is first imported.
+# Without a GPU, kernels run in Triton's interpreter; Triton reads this variable when it is first imported.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 
 def check(function):
-    """beartype, with an int allowed for a float; protocols are for the type checker, which needs no instances."""
+    """beartype, with int accepted for float; protocols are left to the static type checker."""
     hints = function.__annotations__
     hints.update({name: Any for name, hint in hints.items() if getattr(hint, "_is_protocol", False)})
     return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)
@@ -43,11 +43,13 @@ def _module(path: Path) -> str:
 
 
 def _can_be_hooked(path: Path) -> bool:
-    """Not packages, whose name stands for all in them, nor Triton's programs, which are compiled from their source.
+    """True if the annotations of a module can be checked. Exceptions:
 
-    Nor `core`, `validation` and `dispatch`: torch.compile goes through them at every call and would trace the hook too,
-    and what they annotate are abstract methods, or inputs that they refuse in words. Nor the command line, whose
-    annotations typer reads.
+    - packages, because their name would include everything in them;
+    - Triton programs, which are compiled from their source;
+    - `core`, `validation` and `dispatch`: torch.compile traces them at every call and would trace the hook too; they
+      annotate abstract methods, or inputs that they reject with their own messages;
+    - the command line, whose annotations typer reads.
     """
     if (
         path.stem in ("__init__", "__main__", "core", "validation", "dispatch")
@@ -66,7 +68,7 @@ jaxtyping.config.update("jaxtyping_disable", True)
 
 @pytest.fixture
 def annotations_enforced():
-    """A call that does not fit a function's annotations is an error."""
+    """Raise an error for a call that does not fit a function's annotations."""
     jaxtyping.config.update("jaxtyping_disable", False)
     yield
     jaxtyping.config.update("jaxtyping_disable", True)
@@ -74,14 +76,14 @@ def annotations_enforced():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """The tensors here are small, and workers run side by side: threads would only get in each other's way."""
+    """Use one thread: tensors in tests are small, and several test workers run in parallel."""
     import torch
 
     torch.set_num_threads(1)
 
 
 MISSING = re.compile(r"(?!needs smollm2).*(not installed|no Chromium|can't be reached|make test installs it)", re.S)
-"""Reasons of skipped tests that name a missing part of the environment; `make test` does not install SmolLM2."""
+"""Skip reasons that name a missing part of the environment; `make test` does not install SmolLM2."""
 
 
 def _not_run(reporter) -> Counter[str]:
@@ -90,7 +92,7 @@ def _not_run(reporter) -> Counter[str]:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says at the end what was not run; CI has everything, so that there it is a failure."""
+    """List at the end what was not run. CI has everything installed, so there it is a failure."""
     missing = _not_run(terminalreporter)
     if not missing:
         return

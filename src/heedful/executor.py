@@ -4,9 +4,9 @@
     for done in pool.run(make, items):                 # make() returns a function of one item
         row = done.result()                            # its value, or raises what it raised
 
-`make()` is called once in each process: what it returns may hold a model. An item is a whole piece of work that depends
-on no other, so the results are the same on every engine. A task that raises, takes longer than its limit, or whose
-process dies costs its own result and no other; `Done.error` says what happened and names the task.
+Each process calls `make()` once; the function that it returns may hold a model. Items do not depend on each other, so
+the results are the same on every engine. If a task raises, exceeds its time limit or its process dies, only its own
+result is lost; `Done.error` names the task and says what happened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 Engine = Literal["local", "processes", "ray"]
 Make = Callable[[], Callable[[Item], Result]]
 
-RETRIES = 3  # of an item whose Ray worker dies; a worker that dies of the item itself would die for ever
+RETRIES = 3  # per item if its Ray worker dies; bounded, since the item itself may be what kills it
 
 
 class EngineFailed(RuntimeError):
@@ -41,7 +41,7 @@ class EngineFailed(RuntimeError):
 
 
 class TaskFailed(RuntimeError):
-    """A task that gave no result: its process died, or it took too long.
+    """A task returned no result: its process died, or it took too long.
 
     reason    what happened, without the name of the task
     seconds   how long it ran, if that is known
@@ -54,7 +54,7 @@ class TaskFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Done(Generic[Item, Result]):
-    """What became of an item: a value or an error."""
+    """The outcome of an item: a value or an error."""
 
     item: Item
     value: Result | None = None
@@ -73,13 +73,13 @@ class Executor:
 
     engine    "local": one after another in this process. "processes": spawned on this machine; `make` and the items
               must be picklable. "ray": actors of a Ray cluster (`pip install 'heedful[ray]'`)
-    workers   processes; by default one for each core, or as many as the cluster has room for
-    address   of a running Ray cluster; without it a local one is started, and ended after the last item
-    gpus      for each worker of a Ray cluster
-    threads   of torch in each process; by default as many as this process has
-    limit     seconds that an item may take, by the item; only "processes" can stop one
-    log       file that takes what processes print; without it they print nothing
-    name      what errors call an item
+    workers   number of processes; by default one for each core, or as many as the cluster has capacity for
+    address   address of a running Ray cluster; None: start a local one and stop it after the last item
+    gpus      GPUs for each worker of a Ray cluster
+    threads   torch threads in each process; by default as many as in this process
+    limit     returns the time limit of an item in seconds; only "processes" can stop an item
+    log       file for the output of the processes; None: discard it
+    name      returns the name of an item for error messages
     """
 
     engine: Engine = "local"
@@ -106,12 +106,12 @@ class Executor:
     def run(
         self, make: Make[Item, Result], items: Iterable[Item], *, in_order: bool = True
     ) -> Iterator[Done[Item, Result]]:
-        """What became of each item, as soon as it is known; in the order of the items, or as they end.
+        """Yield the outcome of each item, in the order of the items or as they finish.
 
         >>> [done.result() for done in Executor().run(lambda: lambda x: x * x, [1, 2, 3])]
         [1, 4, 9]
 
-        Items are read when a worker is free, and closing the iterator ends the work.
+        Takes the next item when a worker is free. Closing the iterator stops the work.
         """
         if self.engine == "local":
             work = make()
@@ -130,7 +130,7 @@ class Executor:
 
 @contextmanager
 def using(threads: int) -> Iterator[None]:
-    """Inside, torch splits its operations among so many threads."""
+    """Let torch use `threads` threads inside the context."""
     import torch
 
     before = torch.get_num_threads()
@@ -142,7 +142,7 @@ def using(threads: int) -> Iterator[None]:
 
 
 def set_threads(threads: int) -> None:
-    """Bound the threads of torch; before it is imported, by the environment."""
+    """Set the number of torch threads; through environment variables if torch is not imported yet."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
@@ -156,7 +156,7 @@ def get_threads() -> int:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
 
 
@@ -173,7 +173,7 @@ class _Pool(Protocol):
     def start(self, at: int, item: Any) -> None: ...
 
     def finished(self) -> list[tuple[int, Done]]:
-        """Wait until at least one task ends or makes progress; those that ended, by their number."""
+        """Wait until a task ends or reports progress; return the tasks that ended, as (index, outcome)."""
         ...
 
     def close(self) -> None: ...
@@ -184,7 +184,7 @@ def _schedule(pool: _Pool, items: Iterable[Any], in_order: bool) -> Iterator[Don
     ready: dict[int, Done] = {}
     try:
         while True:
-            # A result that waits for an earlier one holds back new items: a consumer that stops wastes little.
+            # Limit items that are ahead of the consumer: if it stops early, little work is wasted.
             while not ended and pool.is_free() and begun - told < 2 * pool.size:
                 try:
                     item = next(feed)
@@ -253,7 +253,7 @@ class _Processes:
                 worker.end()
                 found.append((at, Done(item, error=TaskFailed(name, f"its process died: {worker.death()}"))))
                 continue
-            if message is None:  # it begins: its time counts from now on
+            if message is None:  # the item starts: its time limit counts from now on
                 limit = math.inf if self.how.limit is None else self.how.limit(item)
                 worker.begun = time.monotonic()
                 worker.deadline = worker.begun + limit
@@ -269,7 +269,7 @@ class _Processes:
 
 
 class _Process:
-    """One process and the item it is at."""
+    """One process and its current item."""
 
     def __init__(self, recipe: bytes, threads: int, log: Path | None):
         context = multiprocessing.get_context("spawn")
@@ -278,18 +278,18 @@ class _Process:
             target=_serve, args=(theirs, recipe, threads, str(log or os.devnull)), daemon=True
         )
         self.process.start()
-        theirs.close()  # so that its end is seen when the process dies
+        theirs.close()  # so that recv raises EOFError when the process dies
         self.item: tuple[int, Any] | None = None
         self.begun, self.deadline = 0.0, math.inf
         self.alive = True
 
     def give(self, at: int, item: Any) -> None:
         self.item, self.deadline = (at, item), math.inf
-        with suppress(OSError):  # it died meanwhile: reading from it tells how
+        with suppress(OSError):  # the process died; `finished` reports it
             self.pipe.send(item)
 
     def end(self) -> None:
-        """Kill it if it is at an item; else closing the pipe tells it to go."""
+        """Kill the process if it works on an item; else close the pipe, and it exits."""
         if self.alive:
             busy, self.item, self.alive = self.item is not None, None, False
             self.pipe.close()
@@ -306,9 +306,9 @@ class _Process:
 
 
 def _serve(pipe: Connection, recipe: bytes, threads: int, log: str) -> None:
-    """What a process does: read an item, work, answer, until the pipe is closed."""
+    """The main loop of a process: receive an item, run it, send the result, until the pipe is closed."""
     set_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the run ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     _end_with_parent()
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
@@ -320,7 +320,7 @@ def _serve(pipe: Connection, recipe: bytes, threads: int, log: str) -> None:
             try:
                 if work is None:
                     make = pickle.loads(recipe)
-                    set_threads(threads)  # sums are split by it: another number would round otherwise
+                    set_threads(threads)  # the number of threads decides how sums are rounded
                     work = make()
                 pipe.send(None)
                 answer: tuple[Any, Exception | None] = (work(item), None)
@@ -336,7 +336,7 @@ def _serve(pipe: Connection, recipe: bytes, threads: int, log: str) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception, or one that says the same if it can't be pickled."""
+    """The exception, or one with the same message if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -345,7 +345,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed can't end its children; they see it go."""
+    """Exit when the parent process is gone: a killed parent can't stop its children."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -367,7 +367,7 @@ class _Actors:
         actor = ray.remote(_Actor).options(
             num_cpus=0 if how.workers else threads, num_gpus=how.gpus, max_restarts=-1, max_task_retries=RETRIES
         )
-        recipe = ray.put(make)  # sent once, however many workers read it
+        recipe = ray.put(make)  # sent once for all workers
         self.actors = [actor.remote(recipe, threads) for _ in range(self.size)]
         self.idle = deque(self.actors)
         self.busy: dict[Any, tuple[Any, int, Any]] = {}
@@ -420,7 +420,7 @@ class _Actor:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes before it says that nobody answers."""
+    """Raise EngineFailed if nothing listens at the address: Ray itself retries for minutes before it says so."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return  # "auto", or a name that only Ray understands

@@ -1,8 +1,8 @@
-"""The SVG plotter: line plots inside pages, and dot plots as files of their own.
+"""SVG plots: line plots inside pages, and dot plots as separate files.
 
-Drawn by hand rather than by a plotting library: a few dozen elements each, no pixels, nothing to load, and text that is
-text. Series differ by colour, dash and mark, never by colour alone. Elements have classes; a page's style sheet gives
-them colours, so that plots follow light and dark. A file of its own holds the style sheet `STYLE`.
+Made without a plotting library: a plot has a few dozen elements, no pixels, nothing to load, and real text. Series
+differ by colour, dash and mark, never by colour alone. Elements have classes; a page's style sheet sets their colours,
+so plots follow light and dark mode. Separate files include the style sheet `STYLE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 42
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "4 2 1 2 1 2")
 MARKED = 16
-"""A line with more points than this has no marks on it."""
+"""A line with more points than this is drawn without marks."""
 STYLE = (
     ".dots text{font:12px sans-serif;fill:#222}.dots .title{font-size:16px;font-weight:bold}"
     ".dots .note{font-size:11px;fill:#666}.dots .grid{stroke:#d9d9d9}.dots .line{stroke:#999}"
@@ -28,7 +28,7 @@ MARKS = ("circle", "square", "diamond", "triangle", "cross", "ring")
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to places on the page, and where ticks go."""
+    """Maps values to coordinates on the page, and holds the ticks."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ def line_plot(figure: Mapping[str, Any]) -> str:
 
 
 def legend(figure: Mapping[str, Any]) -> str:
-    """What each line is, in the order of the series."""
+    """A legend with the name of each line, in the order of the series."""
     items = []
     for index, (name, (xs, _)) in enumerate(figure["series"].items()):
         line = "" if figure["points"] else _path("M1 6H29", index)
@@ -72,11 +72,11 @@ def legend(figure: Mapping[str, Any]) -> str:
 def dot_plot(
     title: str, note: str, series: tuple[str, str], rows: Mapping[str, Sequence[tuple[float, int, int] | None]]
 ) -> str:
-    """An SVG file of lengths on an axis of powers of two: a line for each row, with a disc for the value of the first
+    """An SVG file of lengths on an axis of powers of two: one line per row, with a disc for the value of the first
     series and a ring for that of the second.
 
-    rows    by name, (value, shortest, longest length that was tried) of each series; None has no mark. The values 0
-            and ∞ are arrows beyond those lengths: at every length, at none
+    rows    by name, (value, shortest, longest measured length) of each series; None has no mark. The values 0 (at every
+            length) and ∞ (at no length) are arrows beyond the measured lengths
     """
     left, right, top, step, width = 130, 40, 64, 19, 760
     bottom = top + step * len(rows)
@@ -95,7 +95,7 @@ def dot_plot(
         places = [None if value is None else _place(*value, across) for value in values]
         if None not in places:
             parts.append(f'<path class="line" d="M{places[0]:.1f} {y}H{places[1]:.1f}"/>')
-        for index in (1, 0):  # the ring below the disc
+        for index in (1, 0):  # draw the ring first, so that the disc covers it
             found, place = values[index], places[index]
             if found is not None and place is not None:
                 parts.append(_dot(index, place, y, found[0]))
@@ -144,7 +144,7 @@ def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten; where fewer than two fit, 1, 2 and 5 times them.
+    """Powers of ten; if fewer than two fit, also 2 and 5 times them.
 
     >>> log_ticks(1, 1000), log_ticks(120, 1100)
     ([1.0, 10.0, 100.0, 1000.0], [200.0, 500.0, 1000.0])
@@ -159,7 +159,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A short number, with a power of ten where it is large or small.
+    """A number as short text, with a power of ten if it is large or small.
 
     >>> tick_text(0.05), tick_text(1e-6), tick_text(-20.0), tick_text(131072)
     ('0.05', '10⁻⁶', '−20', '1.3×10⁵')
@@ -175,7 +175,7 @@ def tick_text(value: float) -> str:
 
 
 def _visible(pair: Sequence[Sequence[float | str]], log_x: bool, log_y: bool) -> list[tuple[float, float]]:
-    """Points that have a place: finite, and above 0 on an axis of logarithms."""
+    """Points that can be drawn: finite, and positive on a logarithmic axis."""
     points = [(float(x), float(y)) for x, y in zip(*pair, strict=True)]
     return [
         (x, y)

@@ -1,4 +1,4 @@
-"""What is compared with what, and the gain that each comparison should show."""
+"""The comparisons of the peers table, and the speed-up that each should reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = (16384,)
 
 @dataclass(frozen=True)
 class Goal:
-    """heedful should be this many times as fast, in both passes, at these lengths."""
+    """A target: heedful should be this many times as fast, in both passes, at these lengths."""
 
     factor: float
     sizes: tuple[int, ...] = SIZES
@@ -26,7 +26,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Case:
-    """ours: one way of heedful or several; rivals: the others, each with its goal or without one."""
+    """A comparison. ours: one or several implementations of heedful; rivals: the others, with or without a goal."""
 
     name: str
     ours: tuple[Contender, ...]
@@ -57,7 +57,7 @@ _CASES = (
         (peers.PERFORMER,),
         {"performer-pytorch": Goal(1.5)},
     ),
-    Case(  # with projections, as the package has it
+    Case(  # with projections, as in the package
         "linformer-layer",
         (Contender("nn.Attention with Linformer(n, 256)", peers.linformer_layer),),
         (peers.LINFORMER_LAYER,),

@@ -1,4 +1,4 @@
-"""The catalogue at any length: an instance with its default options, and whether a call is worth waiting for."""
+"""Catalogue entries at any length: an instance with default options, and whether a call is fast enough to measure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heedful.mechanisms import Entry
 
 
 def instance(entry: Entry, setting: Setting, n: int) -> Mechanism:
-    """The entry with the options of real use, for n tokens."""
+    """An instance of the entry for n tokens, with realistic options."""
     facts = {"d": setting.d, "heads": setting.heads, "length": n}
     asked = inspect.signature(entry.build).parameters
     mechanism = entry.build(**{name: fact for name, fact in facts.items() if name in asked})
@@ -26,7 +26,7 @@ def cost(mechanism: Mechanism, setting: Setting, n: int) -> Cost:
 
 
 def affordable(mechanism: Mechanism, setting: Setting, spent: Mapping[int, float], n: int, longest: float) -> bool:
-    """Whether a call is expected to stay below `longest` seconds, by what the last length took and what `cost` says."""
+    """True if a call should take less than `longest` seconds, extrapolated from the last length by `cost`."""
     if not spent:
         return True
     last = max(spent)
@@ -35,7 +35,7 @@ def affordable(mechanism: Mechanism, setting: Setting, spent: Mapping[int, float
 
 
 def is_linear(entry: Entry) -> bool:
-    """Whether its complexity grows with N alone, whatever its options; N²/l, as of strides, does not count.
+    """True if the complexity is linear in N for all options; N²/l, as for strides, is not.
 
     >>> from heedful import CATALOG
     >>> is_linear(CATALOG["linear"]), is_linear(CATALOG["current"]), is_linear(CATALOG["strided"])

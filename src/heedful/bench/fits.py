@@ -1,4 +1,4 @@
-"""From times at some lengths to two numbers: how they grow, and from which length one beats the other."""
+"""Fits to times at several lengths: the exponent of growth, and the length from which one beats another."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Fit(NamedTuple):
-    """y ∝ N^exponent; the standard error of the exponent, None for two points."""
+    """A fit y ∝ N^exponent, with the standard error of the exponent; None for two points."""
 
     exponent: float
     error: float | None
 
 
 def growth(points: Mapping[int, float], least: int = 1024) -> Fit | None:
-    """Log-log least squares over N ≥ least, or over the last three lengths where fewer are that long.
+    """Log-log least squares over N ≥ least, or over the last three lengths if fewer are that long.
 
     >>> round(growth({1024: 1.0, 2048: 4.0, 4096: 16.0}).exponent, 6)
     2.0
@@ -36,9 +36,9 @@ def growth(points: Mapping[int, float], least: int = 1024) -> Fit | None:
 
 
 def crossover(times: Mapping[int, float], dense: Mapping[int, float]) -> float | None:
-    """The length from which on `times` stay below `dense`, between two lengths by a straight line in log-log.
+    """The length from which on `times` stay below `dense`, interpolated linearly in log-log.
 
-    0 where they are below at every common length, infinity where not at the longest, None where none is common.
+    0 if they are below at every common length, infinity if not at the longest, None if no length is common.
 
     >>> round(crossover({256: 2.0, 1024: 8.0}, {256: 1.0, 1024: 16.0}))  # equal at 512: 4 and 4
     512

@@ -1,7 +1,8 @@
-"""The table of the GPU: fixed pieces of work, heedful beside its peers, the floor of the machine, peak memory.
+"""The GPU table: fixed workloads, times of heedful and its peers, a lower bound on the time, peak memory.
 
-Times are medians of `triton.testing.do_bench`, which empties the cache before each call. The floor is the larger of two
-times: to move what must be moved, at the bandwidth of a copy seen in the same run, and to multiply, at the rate below.
+Times are medians of `triton.testing.do_bench`, which flushes the L2 cache before each call. The lower bound ("floor" in
+the rows) is the larger of two times: the bytes that must be moved, at the copy bandwidth measured in the same run, and
+the flops, at the rate below.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from heedful.store import version
 
 GPU_KEY = ("work", "size", "contender", "pass")
 RATE = 700e12
-"""Multiplications and additions a second that large bfloat16 products reach on an H200."""
+"""Flops per second that large bfloat16 products reach on an H200."""
 FIXED = ("current", "previous", "next", "left", "right", "start", "end")
 
 
 @dataclass(frozen=True)
 class GpuCase:
-    """One piece of work.
+    """One workload.
 
-    reach   milliseconds that heedful should need, forward and with backward
-    cost    the mechanism whose `cost` gives the floor, or what gives the least bytes and flops by itself; none for the
-            measures of a head, whose products depend on what is found
+    reach   target of heedful in milliseconds, forward and with backward
+    cost    gives the lower bound: a mechanism with a `cost`, or a function that returns the minimal bytes and flops.
+            None for the measures of a head, whose number of products depends on the data
     """
 
     name: str
@@ -68,7 +69,7 @@ class GpuCase:
         return replace(base, batch=self.batch, heads=self.heads, d=self.d)
 
 
-# ── peers that exist on a GPU alone
+# ── peers that need a GPU
 
 
 def _flex(mask: Callable, setting: Setting, n: int) -> Work:
@@ -94,7 +95,7 @@ def _fla(normalise: bool, setting: Setting, n: int) -> Work:
 
 
 def _fla_retention(setting: Setting, n: int) -> Work:
-    """Its decays are its own, one for each head."""
+    """fla chooses its own decays, one per head."""
     from fla.ops.retention import chunk_retention
 
     return Work(lambda q, k, v: chunk_retention(q, k, v, scale=1.0)[0], _tokens_first(setting, n))
@@ -132,7 +133,7 @@ def _strided_mask(stride: int, b, h, i, j):
     return (j <= i) & ((i - j) % stride == 0)
 
 
-# ── work that is more than one mechanism
+# ── workloads of more than one mechanism
 
 
 def _fixed_heads(setting: Setting, n: int) -> Work:
@@ -141,7 +142,7 @@ def _fixed_heads(setting: Setting, n: int) -> Work:
 
 
 def _linformer_layer(setting: Setting, n: int) -> Work:
-    """Projections of q, k, v and the output included, as the peer has them."""
+    """Linformer with projections of q, k, v and the output, as in the peer."""
     width = setting.heads * setting.d
     layer = Attention(width, setting.heads, Linformer(n, 256)).to(setting.device, getattr(torch, setting.dtype))
     return Work(layer, [setting.draw(n)[0].transpose(1, 2).flatten(2)], list(layer.parameters()))
@@ -157,7 +158,7 @@ def _linformer_peer(setting: Setting, n: int) -> Work:
 
 
 def _decode(setting: Setting, n: int) -> Work:
-    """One token after n: the state does not depend on n."""
+    """One token after n others; the cost does not depend on n."""
     attend_one = Linear(Elu1(), Causal())
     q, k, v = setting.draw(1)
     with torch.no_grad():
@@ -197,19 +198,23 @@ CACHED = Contender("SDPA with a cache of n tokens", _decode_cached, same=False)
 
 
 def _favor_least(case: GpuCase) -> tuple[float, float]:
-    """q, k, v and the output once; features of q and k; the state, m × (d + 1), written and read for each token."""
+    """Minimal bytes and flops: q, k, v and the output once; features of q and k; the state, m × (d + 1), updated and
+    read for each token.
+    """
     features, tokens = 256, case.batch * case.heads * case.n
     return 4 * 2 * tokens * case.d, 4 * tokens * features * (2 * case.d + 1)
 
 
 def _linformer_least(case: GpuCase) -> tuple[float, float]:
-    """Tokens in and out once; projections of q and of the output, r mixes of the tokens, attention to them."""
+    """Minimal bytes and flops: tokens in and out once; projections of q and of the output, r mixtures of the tokens,
+    attention to them.
+    """
     rank, width, tokens = 256, case.heads * case.d, case.batch * case.n
     return 2 * 2 * tokens * width, 2 * tokens * width * (2 * width + rank + 2 * rank)
 
 
 def _decode_least(case: GpuCase) -> tuple[float, float]:
-    """The state in float32, d × (d + 1) a head, read and written."""
+    """Minimal bytes and flops: the float32 state, d × (d + 1) per head, read and written."""
     numbers = case.batch * case.heads * case.d * (case.d + 1)
     return 2 * 4 * numbers, 4 * numbers
 
@@ -259,7 +264,7 @@ GPU_CASES = (
 
 
 def machine() -> Row:
-    """The card, its driver, and the bandwidth of a copy, seen here and now."""
+    """The GPU, its driver, and the bandwidth of a copy, measured now."""
     import triton
     from triton.testing import do_bench
 
@@ -272,7 +277,7 @@ def machine() -> Row:
 
 
 def measure_gpu(cases: Iterable[GpuCase], base: Setting, journal: Rows, say: Callable[[str], None]) -> None:
-    """Every piece of work by every contender; a peer that breaks leaves its reason instead of a time."""
+    """Time every workload with every contender; if a peer fails, its row has the reason instead of a time."""
     seen = machine()
     for case in cases:
         for contender in (case.ours, *case.rivals):
@@ -289,7 +294,7 @@ def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: R
     else:
         try:
             found |= _time(contender.make(setting, case.n).call(which))
-        except Exception as error:  # a peer may break in any way; the others go on
+        except Exception as error:  # a peer may raise anything; go on with the others
             found["problem"] = problem(error)
     torch.cuda.empty_cache()
     ours = contender is case.ours
@@ -307,7 +312,7 @@ def _row(case: GpuCase, contender: Contender, base: Setting, which: str, seen: R
     }
 
 
-LONG = 1.0  # seconds of a call that one measurement tells: a median would take a minute
+LONG = 1.0  # seconds; a call this long is measured once: a median would take a minute
 
 
 def _time(call: Callable[[], object]) -> dict[str, Any]:
@@ -327,7 +332,7 @@ def _time(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def _device_time(call: Callable[[], object], times: int = 5) -> float:
-    """Milliseconds that the card itself works on one call: what is left when the host keeps up."""
+    """Milliseconds of GPU time for one call, without the time in which the GPU waits for the CPU."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(times):
@@ -337,8 +342,8 @@ def _device_time(call: Callable[[], object], times: int = 5) -> float:
 
 
 def _floor(case: GpuCase, setting: Setting, which: str, bandwidth: float) -> float | None:
-    """Milliseconds. Backward reads q, k, v and the gradient again, and writes three: 2.3 times the forward's bytes; it
-    has two and a half times its products.
+    """A lower bound on the time in milliseconds. The backward pass reads q, k, v and the gradient and writes three
+    gradients: 2.3 times the bytes of the forward pass, and 2.5 times its flops.
     """
     if case.cost is None:
         return None
@@ -358,8 +363,8 @@ def _spoken(row: Row) -> str:
 
 
 def gpu_table(rows: list[Row]) -> str:
-    """Milliseconds forward / with backward, what the card works of them, the floor's share, peak memory; ✓ where the
-    asked time is reached.
+    """The table as text: milliseconds forward and with backward, GPU time, target (✓ if reached), ratio to the lower
+    bound, peak memory.
     """
     from heedful.bench.tables import columns, wrapped
 

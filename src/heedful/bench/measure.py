@@ -1,4 +1,4 @@
-"""The three tables, cell by cell: what was taken before is not taken again."""
+"""Measure the three tables, row by row; rows that exist already are not measured again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 def measure_peers(
     cases: Iterable[Case], sizes: Iterable[int], setting: Setting, journal: Rows, pace: Pace, say: Say, run: int = 1
 ) -> None:
-    """Every case at every length: all its contenders in interleaved rounds. `run` counts repetitions of the table."""
+    """Measure every case at every length, contenders in interleaved rounds. `run` numbers repetitions of the table."""
     for case in cases:
         for n in sizes:
             todo = [which for which in PASSES if _outdated(case, n, which, run, journal)]
@@ -46,7 +46,7 @@ def measure_peers(
 
 
 def _outdated(case: Case, n: int, which: str, run: int, journal: Rows) -> bool:
-    """Whether a row is missing, or was refused for a package that is there now."""
+    """True if a row is missing, or failed for lack of a package that is installed now."""
     for contender in case.contenders:
         row = journal.find(case=case.name, contender=contender.name, n=n, run=run, **{"pass": which})
         if row is None or (row["problem"] == contender.missing and contender.installed):
@@ -55,7 +55,7 @@ def _outdated(case: Case, n: int, which: str, run: int, journal: Rows) -> bool:
 
 
 def _make(case: Case, setting: Setting, n: int) -> dict[str, Work | str]:
-    """The work of each contender, or why there is none."""
+    """The work of each contender, or the reason why there is none."""
     made: dict[str, Work | str] = {}
     for contender in case.contenders:
         if not contender.installed:
@@ -63,7 +63,7 @@ def _make(case: Case, setting: Setting, n: int) -> dict[str, Work | str]:
             continue
         try:
             made[contender.name] = contender.make(setting, n)
-        except Exception as error:  # a peer may break in any way; the others go on
+        except Exception as error:  # a peer may raise anything; go on with the others
             made[contender.name] = problem(error)
     return made
 
@@ -95,7 +95,7 @@ def _run_cell(case: Case, setting: Setting, n: int, which: str, made: dict[str, 
 
 @torch.no_grad()
 def _differences(case: Case, setting: Setting, n: int = 1024) -> dict[str, float]:
-    """How far each rival's output is from heedful's, over heedful's, at a length that costs nothing."""
+    """The relative difference between each rival's output and heedful's, at a short length."""
     found = {}
     ours = case.ours[0].make(setting, n)
     reference = ours.function(*ours.inputs)
@@ -105,7 +105,7 @@ def _differences(case: Case, setting: Setting, n: int = 1024) -> dict[str, float
                 work = rival.make(setting, n)
                 out = work.function(*work.inputs)
                 found[rival.name] = float((out - reference).norm() / reference.norm())
-            except Exception:  # its row of times says what is wrong
+            except Exception:  # its row in the table has the reason
                 continue
     return found
 
@@ -124,8 +124,8 @@ def measure_growth(
     say: Say,
     longest: float = 1.5,
 ) -> None:
-    """Every entry from short to long, while a call is expected below `longest` seconds; dense softmax up to five times
-    as long, since all are compared with it.
+    """Measure every entry from short to long, while a call should take less than `longest` seconds. Dense softmax gets
+    five times as long, because all others are compared with it.
     """
     ways = [*_dense_ways(), *((entry.name, _builder(entry, setting)) for entry in entries)]
     spent: dict[tuple[str, str], dict[int, float]] = {}
@@ -152,7 +152,7 @@ DENSE_WAYS = {DENSE_CAUSAL.name: DENSE_CAUSAL, DENSE.name: DENSE}
 
 
 def _dense_ways() -> list[tuple[str, Callable[[int], Mechanism]]]:
-    """Dense softmax stands in the table under the names that it has among the peers."""
+    """Dense softmax, under the same names as in the peers table."""
     return [(DENSE_CAUSAL.name, lambda n: Softmax(Causal())), (DENSE.name, lambda n: Softmax(Full()))]
 
 
@@ -164,7 +164,7 @@ def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which
     contender = DENSE_WAYS.get(name)
     work = contender.make(setting, n) if contender else Work(mechanism, setting.draw(n))
     if setting.device == "cuda":
-        work.call(which)()  # compiles, which is no sample
+        work.call(which)()  # compiles; not a sample
     found = race({name: work.call(which)}, setting.now, pace)[name]
     said = cost(mechanism, setting, n)
     return {
@@ -180,7 +180,7 @@ def _growth_row(name: str, mechanism: Mechanism, setting: Setting, n: int, which
 
 
 def measure_memory(entries: Iterable[Entry], sizes: Iterable[int], setting: Setting, journal: Rows, say: Say) -> None:
-    """Every entry in a process of its own; beyond 8,192 tokens only those whose time is linear in N, or nearly."""
+    """Measure every entry in a separate process; beyond 8,192 tokens only those with (nearly) linear time."""
     for entry in entries:
         if entry.complexity == "each head's":
             say(f"{entry.name}: takes what its heads take")
@@ -201,7 +201,7 @@ def _goes_far(entry: Entry) -> bool:
 
 
 def _peaks(rows: list[Row]) -> str:
-    """What an entry took at its longest length, as said meanwhile."""
+    """A progress message: the peaks of an entry at its longest length."""
     last = max((row["n"] for row in rows if row["peak_bytes"]), default=None)
     shares = [f"{row['peak_bytes'] / row['input_bytes']:.3g}" for row in rows if row["n"] == last and row["peak_bytes"]]
     return f"N = {last}, {' and '.join(shares)} times q, k, v" if shares else "nothing measured"

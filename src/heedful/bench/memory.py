@@ -1,8 +1,8 @@
-"""What a call allocates: the peak and the largest piece, from torch's own record of every allocation on the CPU.
+"""What a call allocates: the peak and the largest allocation, from torch's record of every CPU allocation.
 
-A process of its own for each entry: nothing that was measured before lies in its memory. `peak_bytes` counts tensors
-beyond the inputs, and does not depend on the machine; `resident_bytes` is the growth of the process (Linux), which also
-sees what libraries allocate behind torch's back.
+Each entry runs in a separate process, so earlier measurements do not affect it. `peak_bytes` counts tensors other than
+the inputs and does not depend on the machine. `resident_bytes` is the growth of the process (Linux), which includes
+allocations that torch does not see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from heedful.mechanisms import CATALOG
 
 
 class Allocated(NamedTuple):
-    """Bytes: the most at one time, the largest single piece."""
+    """Bytes: the peak, and the largest single allocation."""
 
     peak: int
     largest: int
@@ -47,7 +47,7 @@ def allocated(call: Callable[[], object]) -> Allocated:
 
 
 def resident_growth(call: Callable[[], Allocated]) -> tuple[Allocated, int | None]:
-    """The call's result, and by how much the peak resident set grew; None where the system does not tell."""
+    """The call's result, and the growth of the peak resident set; None if the system does not report it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:
@@ -62,7 +62,7 @@ def _resident(field: str) -> int:
 
 
 class Meter:
-    """Measures one entry at (length, pass) after (length, pass), short lengths first."""
+    """Measures one entry at one (length, pass) per call, short lengths first."""
 
     def __init__(self, name: str, setting: Setting, longest: float = 60.0):
         self.name, self.setting, self.longest = name, setting, longest
@@ -72,7 +72,7 @@ class Meter:
         self.limits.enter_context(limited_memory())
 
     def __call__(self, item: tuple[int, str]) -> Row | None:
-        """Its row; None if a call would take longer than `longest` seconds."""
+        """The row of (length, pass); None if a call would take longer than `longest` seconds."""
         n, which = item
         if self.at[0] != n:
             mechanism = instance(CATALOG[self.name], self.setting, n)
@@ -94,8 +94,8 @@ class Meter:
 
 
 def measure_apart(name: str, setting: Setting, sizes: list[int]) -> Iterator[Row]:
-    """Rows of one entry from a process of its own, until one can't be taken; a process that dies leaves a row that
-    says so.
+    """Yield the rows of one entry from a separate process, until one fails or would take too long. If the process dies,
+    the last row says so.
     """
     process = Executor("processes", workers=1, threads=setting.threads)
     for done in process.run(partial(Meter, name, setting), [(n, which) for n in sizes for which in PASSES]):
@@ -114,14 +114,14 @@ def measure_apart(name: str, setting: Setting, sizes: list[int]) -> Iterator[Row
 
 @contextmanager
 def limited_memory(share: float = 0.85) -> Iterator[None]:
-    """Inside, a request beyond what the machine has free is an error in torch, before the system ends the process."""
+    """Limit memory inside the context to a share of what is free: torch raises before the system kills the process."""
     try:
         import resource
 
         facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(facts["MemAvailable"].split()[0]) * 1024
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):  # no Linux, no limit
+    except (ImportError, OSError):  # not Linux: no limit
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,8 +1,8 @@
-"""Other packages' attention as `Work`, one function each, imported where it is used.
+"""Attention of other packages as `Work`: one function each, which imports the package.
 
-A peer gets what it computes compared with the same from heedful: the same tensors, parameters and precision. Where it
-offers only a whole layer, its dense projections are replaced by slices of its input, so that q, k and v are given and
-attention alone is timed; heedful then gets the same slices.
+A peer and heedful compute the same thing, with the same tensors, parameters and precision. If a package offers only a
+whole layer, its dense projections are replaced by slices of its input. Then q, k and v are given, and only attention is
+timed; heedful gets the same slices.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from heedful.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the work of a case.
+    """One implementation of the work of a case.
 
-    make      the work at n tokens
-    package   its name on PyPI, with the module to import; none for heedful and torch
-    note      where it computes something else than heedful, or needs something done to it
-    same      its output should be heedful's
+    make      makes the work at n tokens
+    package   name on PyPI, with the module to import; None for heedful and torch
+    note      how it differs from heedful's computation, or how it had to be adapted
+    same      True if its output should equal heedful's
     """
 
     name: str
@@ -53,12 +53,12 @@ class Contender:
 
     @property
     def missing(self) -> str:
-        """What is said of it where it is not installed."""
+        """The message if it is not installed."""
         return f"not installed: pip install {self.package}"
 
 
 def attend(mechanism: Mechanism) -> Callable[[Setting, int], Work]:
-    """A mechanism of no particular length."""
+    """Work of a mechanism that does not depend on the length."""
     return lambda setting, n: Work(mechanism.to(setting.device), setting.draw(n))
 
 
@@ -81,11 +81,11 @@ def _fast_transformers(setting: Setting, n: int) -> Work:
     from fast_transformers.feature_maps import elu_feature_map
 
     layer = CausalLinearAttention(setting.d, elu_feature_map)
-    causal = SimpleNamespace(lower_triangular=True)  # its own mask object is an n × n matrix that it never reads
+    causal = SimpleNamespace(lower_triangular=True)  # its own mask object has an n × n matrix that it never reads
     whole = SimpleNamespace(float_matrix=torch.ones(setting.batch, n, device=setting.device))
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """It takes (batch, n, heads, d) and copies to (batch, heads, n, d); these views spare it the copy."""
+        """The package takes (batch, n, heads, d) and copies to (batch, heads, n, d); these views avoid the copy."""
         out = layer(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, whole, whole)
         return out.transpose(1, 2)
 
@@ -155,7 +155,7 @@ LOCAL_ATTENTION = Contender("local-attention", _local_attention, "local-attentio
 
 
 class _Thirds:
-    """Three modules that give a third of the features each; x is cut once, so that gradients are joined once."""
+    """Three modules that return a third of the features each. x is split once, so gradients are joined once."""
 
     def __init__(self) -> None:
         self._parts: tuple[Tensor, ...] = ()
@@ -179,7 +179,7 @@ class _Third(nn.Module):
 
 
 def _joined(setting: Setting, n: int) -> Float[Tensor, "b n three_h_d"]:
-    """q, k and v beside each other, as the projections of a layer give them."""
+    """q, k and v concatenated along the features, like the output of a layer's projections."""
     return torch.cat([x.transpose(1, 2).flatten(2) for x in setting.draw(n)], -1)
 
 
@@ -220,7 +220,7 @@ def _linformer(setting: Setting, n: int, rank: int = 256) -> Work:
 
 
 def linformer_layer(setting: Setting, n: int, rank: int = 256) -> Work:
-    """The layer with its projections, as the package has it."""
+    """The layer with its projections, as in the package."""
     width = setting.heads * setting.d
     layer = Attention(width, setting.heads, Linformer(n, rank, shared=False)).to(setting.device)
     own = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
@@ -238,7 +238,7 @@ def _linformer_layer(setting: Setting, n: int, rank: int = 256) -> Work:
 
 
 def _layer_work(layer: nn.Module, projections, mixes: list[Tensor], setting: Setting, n: int, rank: int) -> Work:
-    """The layer on tokens, with weights that are the same for every contender."""
+    """The layer on tokens, with the same weights for every contender."""
     width, generator = setting.heads * setting.d, torch.Generator().manual_seed(setting.seed)
     with torch.no_grad():
         for own, given in zip(mixes, _mixes(setting, n, rank), strict=True):

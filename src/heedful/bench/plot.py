@@ -1,7 +1,7 @@
-"""The crossover lengths as a picture: one line an entry, ordered by length.
+"""A plot of the crossover lengths: one line per entry, ordered by length.
 
-A disc is where the forward pass starts to win over dense softmax, a ring where forward and backward together do. An
-arrow to the left wins at every length measured, one to the right at none yet.
+A disc marks where the forward pass becomes faster than dense softmax, a ring where forward and backward together do. An
+arrow to the left means faster at every measured length, an arrow to the right at none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def crossover_svg(rows: Sequence[Row]) -> str:
     by = {(row["entry"], row["pass"]): row for row in found}
 
     def order(entry: str) -> tuple[float, float]:
-        """By the forward crossover, then by the gain at the end, the greatest first."""
+        """Sort key: the forward crossover, then the gain at the longest length, largest first."""
         row = by.get((entry, FORWARD)) or by[entry, BOTH]
         return row["crossover"], -row["gain"]
 

@@ -1,4 +1,4 @@
-"""One run: which tables, where their rows lie, and what is said meanwhile."""
+"""One benchmark run: which tables, where their rows are stored, and progress messages."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TABLES = ("peers", "growth", "memory")
 class Plan:
     """What to measure.
 
-    only     cases and entries of the catalogue, by name; all where there is none
+    only     names of cases and catalogue entries; empty: all
     sizes    lengths, instead of each table's own
-    fresh    take rows again that were taken before
-    runs     repetitions of the table of peers, one after the other: gains move from run to run
+    fresh    measure existing rows again
+    runs     repetitions of the peers table, because gains vary from run to run
 
-    The memory table has one head: its figures are shares of the inputs, and long sequences shall fit.
+    The memory table uses one head: its figures are relative to the inputs, and long sequences must fit.
     """
 
     out: Path
@@ -75,7 +75,7 @@ class Plan:
 
 
 def check_names(only: Sequence[str]) -> None:
-    """Say which names there are, where one is not among them."""
+    """Raise for an unknown name, and list the known ones."""
     works = {case.name for case in GPU_CASES}
     for name in only:
         if name not in CASES and name not in CATALOG and name not in works:
@@ -85,14 +85,14 @@ def check_names(only: Sequence[str]) -> None:
 
 
 def run(plan: Plan) -> dict[str, list[Row]]:
-    """Measure what is missing; the rows of all tables, those of other tables as they were."""
+    """Measure missing rows, and return the rows of all tables, including tables that were not requested."""
     check_names(plan.only)
     cases = [case for name, case in CASES.items() if not plan.only or name in plan.only]
     entries = [entry for name, entry in CATALOG.items() if not plan.only or name in plan.only]
     journals = {table: plan.journal(table) for table in TABLES}
-    limit = nullcontext() if plan.on_gpu else limited_memory()  # a GPU maps far more than it takes
+    limit = nullcontext() if plan.on_gpu else limited_memory()  # CUDA maps far more memory than it uses
     with warnings.catch_warnings(), limit, using(plan.setting.threads):
-        warnings.simplefilter("ignore")  # peers warn about what they were written for
+        warnings.simplefilter("ignore")  # peers warn about versions other than those they were written for
         for table in plan.tables:
             setting, journal = plan.setting_of(table), journals[table]
             match table:
@@ -120,7 +120,7 @@ def run(plan: Plan) -> dict[str, list[Row]]:
 
 
 def report(rows: dict[str, list[Row]], chosen: Sequence[str]) -> str:
-    """The tables that were asked for."""
+    """The requested tables as text."""
     parts = []
     if "peers" in chosen:
         on_gpu = any("card" in row for row in rows["peers"])
@@ -138,7 +138,7 @@ def draw(rows: dict[str, list[Row]], path: Path) -> None:
 
 
 class Progress:
-    """One line a step on stderr; in a terminal, with rich, a bar below them."""
+    """Print one line per step to stderr; in a terminal with rich, a progress bar below."""
 
     def __init__(self, table: str, total: int):
         self.table, self.total, self.done = table, total, 0

@@ -1,4 +1,4 @@
-"""What stays the same within one table: sizes, threads, precision, device, clock."""
+"""Settings that are the same within one table: sizes, threads, precision, device, clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ PASSES = (FORWARD, BOTH)
 
 @dataclass(frozen=True)
 class Setting:
-    """clock "wall" is the time of a quiet machine; "cpu" counts this process alone, for one thread on a shared one."""
+    """Settings of a table. clock: "wall" for a quiet machine; "cpu" counts this process only, for one thread on a
+    shared machine.
+    """
 
     batch: int = 1
     heads: int = 8
@@ -43,14 +45,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Work:
-    """One function of its inputs; the backward pass gives the gradients of inputs and parameters."""
+    """A function with its inputs; the backward pass computes the gradients of inputs and parameters."""
 
     function: Callable[..., Tensor]
     inputs: Sequence[Tensor]
     parameters: Sequence[Tensor] = ()
 
     def call(self, which: str) -> Callable[[], object]:
-        """A closure that runs one pass. The gradient that comes from above is noise: a constant one might be free."""
+        """A closure that runs one pass. The incoming gradient is noise: a constant one might be optimised away."""
         if which == FORWARD:
             return torch.no_grad()(lambda: self.function(*self.inputs))
         leaves = [x.detach().requires_grad_() for x in self.inputs]

@@ -16,7 +16,7 @@ DENSE_NAMES = (DENSE_CAUSAL.name, DENSE.name)
 
 
 def columns(rows: Sequence[Sequence[str]], align: str, gap: str = "  ") -> list[str]:
-    """Cells under each other; align has one of < and > a column.
+    """Lines of aligned columns; `align` has one of < and > per column.
 
     >>> columns([["a", "1"], ["bc", "10"]], "<>")
     ['a    1', 'bc  10']
@@ -26,7 +26,7 @@ def columns(rows: Sequence[Sequence[str]], align: str, gap: str = "  ") -> list[
 
 
 def setting_line(rows: Sequence[Row]) -> str:
-    """What all rows have in common."""
+    """A heading with what all rows have in common."""
     row = rows[0]
     return (
         f"B{row['batch']} H{row['heads']} d{row['d']}, {row['dtype']}, {row['clock']} time\n"
@@ -46,7 +46,7 @@ def _times(gain: float | None) -> str:
 
 
 def gains(rows: Iterable[Row], case: str, way: str, rival: str, n: int, which: str) -> list[float]:
-    """The rival's time over ours, in every run that has both."""
+    """The rival's time divided by ours, for every run that has both."""
     found: dict[int, dict[str, float | None]] = {}
     for row in rows:
         if (row["case"], row["n"], row["pass"]) == (case, n, which):
@@ -56,9 +56,9 @@ def gains(rows: Iterable[Row], case: str, way: str, rival: str, n: int, which: s
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """One row for each way of ours, rival, length and pass: the lowest and the highest gain of all runs, and the goal.
+    """One row per implementation of ours, rival, length and pass: lowest and highest gain of all runs, and the goal.
 
-    A goal counts as met where the lowest gain meets it.
+    A goal is met if the lowest gain meets it.
     """
     answer = []
     for case in CASES.values():
@@ -89,7 +89,7 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
 
 
 def peers_table(rows: Sequence[Row]) -> str:
-    """Times in milliseconds, gains, and the gains that were asked for."""
+    """The table of times in milliseconds, gains and goals."""
     if not rows:
         return "peers: nothing was measured."
     head = "heedful against its peers: milliseconds, medians of interleaved rounds"
@@ -124,7 +124,7 @@ def peers_table(rows: Sequence[Row]) -> str:
 
 
 def _short(gain: float) -> str:
-    """Two digits.
+    """A number with two significant digits.
 
     >>> _short(1.44), _short(12.6), _short(137.0)
     ('1.4', '13', '140')
@@ -133,7 +133,7 @@ def _short(gain: float) -> str:
 
 
 def _ranges(answers: Sequence[Row]) -> list[str]:
-    """The range of each gain over the runs, by length, where there were several."""
+    """The range of each gain over several runs, by length; empty for one run."""
     if max((a["runs"] for a in answers), default=1) < 2:
         return []
     body = [["", *(FORWARD, BOTH)]]
@@ -171,7 +171,7 @@ def _peer_line(rows: Sequence[Row], case: Case, way: str, rival: str, n: int, an
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the gains must know: what went wrong, and where a peer computes something else."""
+    """Notes below the gains: what failed, and where a peer computes something different."""
     said = []
     for row in rows:
         at = f"{row['case']}, {row['contender']}"
@@ -196,7 +196,7 @@ def wrapped(sentences: Iterable[str]) -> list[str]:
 
 
 def series(rows: Iterable[Row], entry: str, which: str, field: str) -> dict[int, float]:
-    """One field by length."""
+    """The values of one field by length."""
     return {row["n"]: row[field] for row in rows if (row["entry"], row["pass"]) == (entry, which) and row.get(field)}
 
 
@@ -210,7 +210,7 @@ def _entries(rows: Iterable[Row]) -> list[str]:
 
 
 def growth_table(times: Sequence[Row], memory: Sequence[Row]) -> str:
-    """Exponents of N beside those of `cost`."""
+    """A table of measured exponents of N beside those of `cost`."""
     if not times:
         return "growth: nothing was measured."
     body = [["", "time:", "", "its", "memory:", "", "its", "N"]]
@@ -237,7 +237,7 @@ def growth_table(times: Sequence[Row], memory: Sequence[Row]) -> str:
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:
-    """From which length on each entry beats dense softmax, causal where it is causal; 0 always, inf not yet."""
+    """The length from which each entry beats dense softmax (causal for a causal entry); 0: always, inf: never."""
     answer = []
     for entry in _entries(rows):
         if entry in DENSE_NAMES or entry == "softmax":
@@ -271,7 +271,7 @@ def _length(row: Row | None) -> str:
 
 
 def crossover_table(rows: Sequence[Row]) -> str:
-    """The lengths from which each entry is the faster one."""
+    """A table of the lengths from which each entry is faster."""
     found = crossovers(rows)
     if not found:
         return "crossover: nothing was measured."
@@ -290,7 +290,7 @@ def crossover_table(rows: Sequence[Row]) -> str:
 
 
 def memory_table(rows: Sequence[Row]) -> str:
-    """Peaks at the longest length of each entry."""
+    """A table of peaks at the longest length of each entry."""
     if not rows:
         return "memory: nothing was measured."
     body = [

@@ -1,4 +1,4 @@
-"""Fair timing: every contender once a round, so that what the machine does meanwhile hits all of them alike."""
+"""Fair timing: every contender runs once per round, so other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 25
-"""Rounds, however fast a call is."""
+"""The maximal number of rounds."""
 
 
 @dataclass(frozen=True)
 class Pace:
     """How long to measure one contender.
 
-    least      samples, unless they take longer than `patience` seconds
-    budget     seconds after which `least` samples suffice
+    least      minimal number of samples, unless they take longer than `patience` seconds
+    budget     seconds to spend at least
+    patience   seconds after which measuring stops, even with fewer samples
     """
 
     least: int = 3
@@ -31,7 +32,7 @@ class Pace:
 def race(calls: Mapping[str, Callable[[], object]], now: Callable[[], float], pace: Pace) -> dict[str, Any]:
     """Samples of each call in seconds, or the exception that it raised.
 
-    The first call of each warms up. It is a sample too where it takes so long that warming up is nothing.
+    The first call of each is a warm-up. It counts as a sample if it takes so long that warming up does not matter.
 
     >>> ticks = iter(range(100))
     >>> race({"a": lambda: None}, lambda: next(ticks), Pace(least=2, budget=2))
@@ -60,7 +61,7 @@ def _time(call: Callable[[], object], now: Callable[[], float]) -> float:
 
 
 def summary(samples: list[float]) -> dict[str, Any]:
-    """Median, the middle half's width over it, the fastest, and how many there were."""
+    """Median, interquartile range relative to it, fastest sample, and number of samples."""
     median = statistics.median(samples)
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 2 else [min(samples), median, max(samples)]
     return {

@@ -1,1 +1,1 @@
-"""The command `heedful`: one file a command, beside what it prints."""
+"""The command `heedful`: one file per command, and the modules that print its output."""

@@ -1,4 +1,4 @@
-"""How a command answers: JSON, or a sentence about what went wrong and an exit code."""
+"""Output of commands: JSON, or an error message with an exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_json(rows: Any) -> None:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """What goes wrong in a run that keeps its rows in files, as a sentence."""
+    """Turn errors of a run that writes files into a message and an exit code."""
     try:
         yield
     except ValueError as mistake:

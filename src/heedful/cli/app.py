@@ -1,7 +1,7 @@
-"""The command `heedful`: what it can do, one function a command.
+"""The command `heedful` and its subcommands, one function each.
 
-Tables and pictures are for people; `--json` prints the same facts for programs, and nothing else, to stdout. What a
-user got wrong is told in a sentence on stderr, with exit code 2; what the system refused, with exit code 1.
+Tables and pictures are for people; `--json` prints the same facts as JSON, and nothing else, to stdout. Errors go to
+stderr as one sentence: exit code 2 for a user's mistake, exit code 1 if the system refused something.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def heedful_command(
 def main() -> None:
     """The entry point of the installed command."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek gets question marks, not a crash
+        if isinstance(stream, io.TextIOWrapper):  # question marks, not errors, for characters it lacks
             stream.reconfigure(errors="replace")
     app(prog_name="heedful")

@@ -1,4 +1,4 @@
-"""The catalogue as a table in GitHub's Markdown, for the READMEs."""
+"""The catalogue as a GitHub Markdown table, for the READMEs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADINGS = {
 
 
 def catalogue_markdown(language: Literal["en", "zh"] = "en", family: str | None = None) -> str:
-    """The headings in one of two languages, a row for each entry in English.
+    """The table: headings in one of two languages, one row per entry in English.
 
     >>> print(catalogue_markdown().splitlines()[2])
     | `softmax` | softmax attention over any pattern | exact | N² | either | yes | [Vaswani et al. 2017, ...
@@ -32,7 +32,7 @@ def _cells(facts: Facts) -> list[str]:
 
 
 def _linked(paper: Paper) -> str:
-    """A link where the place is on arXiv, has a DOI or is an address, else plain text."""
+    """A link if the place is an arXiv id, a DOI or an address, else plain text."""
     text = _escaped(str(paper))
     if found := re.match(r"arXiv:([\w.-]+(?:/\d+)?)", paper.where):
         return f"[{text}](https://arxiv.org/abs/{found[1]})"
@@ -44,5 +44,5 @@ def _linked(paper: Paper) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What Markdown would read as its own is kept as it is."""
+    """Escape characters that have a meaning in Markdown."""
     return re.sub(r"[\\`*_<|\[\]]", r"\\\g<0>", text)

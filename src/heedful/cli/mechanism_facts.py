@@ -1,4 +1,4 @@
-"""The facts of a mechanism: a row of the catalogue, or a page of its own."""
+"""The facts about a mechanism: one row of the catalogue table, or a full page."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from heedful.patterns import Causal, Full
 from heedful.shapes import Float, Tensor
 
 Facts = dict[str, Any]
-"""Flat and plain, as JSON has them."""
+"""A flat dictionary that JSON can hold."""
 SMALL_WIDTH = 16
 CONTRAST = 1.5
-"""Queries of the random example are longer by this much, so that weights differ enough to be seen."""
+"""Factor on the queries of the random example, so that weights visibly differ."""
 
 
 def catalogue(family: str | None = None) -> list[Facts]:
-    """A row for each entry, or for each of one family.
+    """One row for each entry, or for each entry of one family.
 
     >>> catalogue()[0]["name"]
     'softmax'
@@ -39,9 +39,9 @@ def catalogue(family: str | None = None) -> list[Facts]:
 
 
 def _built(entry: Entry, n: int, d: int, heads: int, options: dict[str, Any]) -> Mechanism:
-    """The mechanism under these options, else its defaults; builders that ask for sizes get them.
+    """The mechanism with these options, defaults for all others, and sizes if its builder takes them.
 
-    What has no default comes from the small instance, as a tree or word boundaries would.
+    Options without a default, such as a tree or word boundaries, come from the small instance.
     """
     required = [name for name, default in entry.options.items() if default is inspect.Parameter.empty]
     given = {name: value for name, value in entry.small.items() if name in required} | options
@@ -66,13 +66,13 @@ def _facts(entry: Entry, mechanism: Mechanism) -> Facts:
 
 
 def direction(facts: Facts) -> str:
-    """causal, two-way, or either: by an option."""
+    """The direction of attention: causal, two-way, or either if an option decides."""
     return "either" if facts["causal_is_optional"] else "causal" if facts["causal"] else "two-way"
 
 
 @dataclass(frozen=True)
 class Page:
-    """What `show` tells of one mechanism: at the size asked for, and on a small random example."""
+    """The content of `show` for one mechanism: facts at the requested size, and a small random example."""
 
     entry: Entry
     options: dict[str, Any]
@@ -96,7 +96,7 @@ class Page:
         module = inspect.getmodule(type(self.mechanism))
         prose, mathematics = read_mathematics((module and module.__doc__) or self.entry.summary)
         features = getattr(self.mechanism, "feature_map", None)
-        if features is not None:  # half of what a linear mechanism is stands with its feature map
+        if features is not None:  # the feature map's docstring describes half of a linear mechanism
             words = (inspect.getdoc(type(features)) or "").split("\n\n")[0]
             prose.append(f"{type(features).__name__}: {' '.join(words.split())}")
         return prose, mathematics
@@ -107,12 +107,12 @@ class Page:
 
     @cached_property
     def layer_cost(self) -> Cost:
-        """The cost of a layer of that many heads around the mechanism: heads · d wide, with learned projections."""
+        """The cost of a layer with this mechanism: `heads` heads, width heads · d, learned projections."""
         return Attention(self.heads * self.d, self.heads, self.mechanism, device="meta").cost(self.n)
 
     @cached_property
     def dense_cost(self) -> Cost:
-        """Softmax over all keys, or over all earlier ones where the mechanism is causal."""
+        """The cost of softmax over all keys, or of causal softmax if the mechanism is causal."""
         return Softmax(Causal() if self.facts["causal"] else Full()).cost(self._dims)
 
     @property
@@ -140,7 +140,7 @@ class Page:
 
     @property
     def drawn(self) -> str:
-        """In words, what the picture is of."""
+        """A description of what the picture shows."""
         settings = "".join(f"{name}={value}, " for name, value in self.small_options.items())
         return f"{settings}{self.tokens} random tokens, seed {self.seed}"
 
@@ -167,16 +167,17 @@ class Page:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON has it; patterns, feature maps and the like as Python writes them."""
+    """A default value for JSON; patterns, feature maps and the like as their `repr`."""
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 def read_mathematics(docstring: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Paragraphs, and the table of forms as (label, text); a line without a label goes on with the one above.
+    """Split a docstring into paragraphs and the table of forms, (label, text). A line without a label continues the
+    line above.
 
-    The table may be indented or not: formatters dedent it where no paragraph follows.
+    The table may be indented or not: formatters dedent it if no paragraph follows.
 
     >>> read_mathematics("Title.\\n\\n    matrix   A = B\\n             B = C\\n    cost     n\\n\\nMore.")
     (['Title.', 'More.'], [('matrix', 'A = B'), ('', 'B = C'), ('cost', 'n')])

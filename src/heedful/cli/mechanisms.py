@@ -1,4 +1,4 @@
-"""`heedful list` and `heedful.cli`: the catalogue of mechanisms."""
+"""`heedful list` and `heedful show`: the catalogue of mechanisms."""
 
 from __future__ import annotations
 

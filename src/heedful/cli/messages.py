@@ -1,4 +1,4 @@
-"""Sentences on stderr, beside the answer on stdout. Imports no torch: a mistake is told at once."""
+"""Messages on stderr, beside the answer on stdout. Does not import torch, so mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.text import Text
 
 
 def print_mistake(sentence: str) -> None:
-    """What went wrong, as it is."""
+    """Print an error message, unformatted."""
     _stderr().print(Text(f"heedful: {sentence}"))
 
 
 def print_notice(sentence: str) -> None:
-    """What a reader of the answer has to know."""
+    """Print a note that a reader of the answer needs."""
     _stderr().print(Text(f"note: {sentence}"))
 
 
 @contextmanager
 def waiting(first: str, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A line with the time it has taken, while something is read; a function that replaces its text.
+    """Show a line with a spinner and the elapsed time; yields a function that replaces its text.
 
-    It is there on a terminal alone, and gone at the end.
+    Only on a terminal; the line disappears at the end.
     """
     console = _stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

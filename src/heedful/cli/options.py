@@ -1,4 +1,4 @@
-"""Options as text: what stands after `--option`, read as Python would have it, and nothing else of Python."""
+"""Parse the values of `--option`: a small subset of Python literals and patterns; nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from heedful.mechanisms import Entry
 from heedful.patterns import And, Or, Pattern
 
 SIZES = ("d", "heads", "length")
-"""Arguments of builders that are facts of the inputs: they have flags of their own."""
+"""Arguments of builders that describe the inputs: these have their own flags."""
 
 
 def read_options(entry: Entry, settings: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, each value read by the type of the option's default.
+    """Parse NAME=VALUE pairs; the type of an option's default decides how its value is read.
 
     >>> from heedful import CATALOG
     >>> read_options(CATALOG["longformer"], ["window=64", "tokens=0,7"])
@@ -44,7 +44,7 @@ def _value(setting: str, value: str, parameter: inspect.Parameter) -> Any:
         return read_pattern(value)
     if isinstance(default, (bool, int, float, str, tuple)):
         kind = type(default).__name__
-    else:  # no default, or None: the annotation tells
+    else:  # no default, or None: use the annotation
         kinds = re.findall(r"\b(?:bool|int|float|str|tuple)\b", str(parameter.annotation))
         if not kinds:
             raise ValueError(f"--option {setting}: {parameter.name} can be set from Python only.")
@@ -65,7 +65,7 @@ def _truth(value: str) -> bool:
 
 
 def _integer(value: str) -> int:
-    if abs(int(value)) >= 2**31:  # beyond any sequence, and near what tensors of positions can't hold
+    if abs(int(value)) >= 2**31:  # longer than any sequence, and close to overflow in tensors of positions
         raise ValueError
     return int(value)
 
@@ -84,7 +84,7 @@ READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def read_pattern(text: str) -> Pattern:
-    """A pattern as Python writes it, in lower case too, and nothing else of Python.
+    """Parse a pattern in Python syntax, also in lower case; nothing is evaluated.
 
     >>> read_pattern("window(8, sinks=1) & Causal")
     (Window(before=8, after=0, sinks=1) & Causal())

@@ -5,11 +5,11 @@
     exactly 0     left blank, so that a pattern shows
     not finite    red, and counted in the caption
 
-The strength of a colour is the square root of a weight's share of the largest. Rows of attention sum to one, so a
-first row that sees one key would otherwise leave the rest of a causal matrix in the dark. Every picture carries its
-scale, and says so where several entries share one cell.
+The strength of a colour is √(weight / largest weight). Rows of attention sum to one: without the square root, the first
+row of a causal matrix, which sees one key, would make all others invisible. Every picture shows its scale, and says if
+several entries share one cell.
 
-rich and Pillow are imported where they are used: this module imports with torch alone.
+Functions import rich and Pillow themselves, so this module needs only torch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Pool = Literal["max", "mean"]
-"""What stands for several entries in one cell: the one of largest size, with its sign, or their mean."""
+"""The value of a cell with several entries: the entry of largest magnitude, with its sign, or the mean."""
 
 # viridis (van der Walt and Smith 2015) at sixteen equal steps.
 VIRIDIS = (
     "440154 481a6c 472f7d 414487 39568c 31688e 2a788e 23888e 1f988b 22a884 35b779 54c568 7ad151 a5db36 d2e21b fde725"
 )
 Theme = dict[str, str]
-"""Ramps of colours, from no weight to the largest."""
-# A terminal is dark or light, nobody knows: these keep clear of black, and of white except where weights are large.
+"""Colour ramps, from zero to the largest weight."""
+# A terminal may be dark or light: these colours avoid black, and use white only for large weights.
 TERMINAL = {"weights": VIRIDIS[14:], "below": "4d5d75 3b82d0 52b4ff", "above": "75604a c97a26 ffab40"}
-# Paper is light: more weight, more ink.
+# Paper is light: larger weights are darker.
 PAPER = {
     "weights": " ".join(reversed(VIRIDIS.split())),
     "below": "d9e9f5 9ec8e6 3f8fc5 0b5394 052a52",
@@ -54,7 +54,7 @@ NOT_FINITE_MARK = "?"
 
 @dataclass(frozen=True)
 class Scale:
-    """How numbers become strengths: `top` is the largest size among them."""
+    """Maps numbers to colour strengths; `top` is the largest magnitude."""
 
     top: float
     signed: bool
@@ -65,18 +65,18 @@ class Scale:
         return cls(float(finite.abs().max()) if finite.numel() else 0.0, bool((finite < 0).any()))
 
     def strength(self, values: Tensor) -> Tensor:
-        """0 … 1, whatever the sign."""
+        """Strengths from 0 to 1, regardless of sign."""
         return (values.abs() / self.top).clamp(0, 1).sqrt() if self.top else torch.zeros_like(values)
 
     def value(self, strength: float) -> float:
-        """The size that has this strength."""
+        """The magnitude with this strength."""
         return self.top * strength**2
 
 
 def to_text(
     matrix: Float[Tensor, "n m"], width: int = 64, *, colour: bool = True, pool: Pool = "max", caption: bool = True
 ) -> Text:
-    """The matrix in half blocks, two rows a line, or in shades where there is no colour; no line exceeds `width`.
+    """The matrix as text of at most `width` columns: half blocks (two rows per line), or shades without colour.
 
     >>> print(to_text(torch.eye(6), colour=False, caption=False))
     ██
@@ -98,7 +98,7 @@ def to_text(
 
 
 def block_size(shape: tuple[int, ...], width: int, *, colour: bool = True) -> tuple[int, int]:
-    """Rows and columns that share one cell of a text; shades take two rows a line, half blocks draw them apart."""
+    """Rows and columns that share one cell; a line of shades merges two rows, a line of half blocks shows both."""
     step = max(1, -(-max(shape) // max(width, 1)))
     return (step, step) if colour else (2 * step, step)
 
@@ -132,7 +132,7 @@ def _checked(matrix: Tensor) -> Float[Tensor, "n m"]:
 
 
 def _ramp(anchors: str, steps: int = 256) -> Int[Tensor, "steps 3"]:
-    """Colours between the anchors, which stand at equal distances."""
+    """Colours interpolated between equally spaced anchors."""
     table = torch.tensor([list(bytes.fromhex(anchor)) for anchor in anchors.split()], dtype=torch.float64)
     place = torch.linspace(0, len(table) - 1, steps, dtype=torch.float64)
     low = place.long().clamp(max=len(table) - 2)
@@ -144,7 +144,7 @@ def _rgb(colour: str) -> Tensor:
 
 
 def _paint(values: Tensor, scale: Scale, theme: Theme) -> Int[Tensor, "*s 3"]:
-    """The colour of each entry; zeros are painted too, it is for the caller to leave them blank."""
+    """The colour of each entry. Zeros get a colour too; the caller leaves them blank."""
     step = (scale.strength(values.nan_to_num(0, 0, 0)) * 255).round().long()
     if scale.signed:
         painted = torch.where((values < 0)[..., None], _ramp(theme["below"])[step], _ramp(theme["above"])[step])
@@ -205,7 +205,7 @@ def _shade(value: float, strength: float) -> str:
 
 
 def _caption(matrix: Tensor, scale: Scale, block: tuple[int, int], pool: Pool, width: int, colour: bool) -> list[Text]:
-    """The scale with its numbers, then what a reader must know: blanks, shared cells, entries that are no numbers."""
+    """The scale with its numbers, then notes: blank entries, shared cells, entries that are not finite."""
     from rich.text import Text
 
     notes = []
@@ -218,7 +218,7 @@ def _caption(matrix: Tensor, scale: Scale, block: tuple[int, int], pool: Pool, w
 
 
 def shared_cells(block: tuple[int, int], pool: Pool, cell: str = "cell") -> list[str]:
-    """The sentence that tells a reader of a shrunken matrix what one cell is; none where cells are entries."""
+    """A sentence on what one cell of a shrunken matrix is; empty if each cell is one entry."""
     if block == (1, 1):
         return []
     what = {"max": "largest", "mean": "mean"}[pool]
@@ -226,7 +226,7 @@ def shared_cells(block: tuple[int, int], pool: Pool, cell: str = "cell") -> list
 
 
 def not_finite(matrix: Tensor, mark: str) -> list[str]:
-    """The sentence that counts entries which are no numbers; none where all are."""
+    """A sentence with the number of entries that are not finite; empty if there are none."""
     bad = int((~matrix.isfinite()).sum())
     return [f"{bad} NaN or infinite ({mark})"] if bad else []
 
@@ -249,7 +249,7 @@ def legend(scale: Scale, colour: bool = True) -> Text:
 
 
 def _swatches(scale: Scale, sign: int, colour: bool) -> list[str | tuple[str, str]]:
-    """The ramp of one sign, from 0 outwards to the right, or to the left below 0."""
+    """The ramp of one sign: from 0 to the right for positive, from 0 to the left for negative weights."""
     if not colour:
         return list(SHADES) if sign > 0 else list(SHADES_BELOW[::-1])
     strengths = torch.linspace(0.05, 1, 8, dtype=torch.float64)
@@ -264,7 +264,7 @@ INK, FAINT, BLANK = "#1f2328", "#6a737d", "#f3f4f6"
 
 
 def cell_size(n: int, m: int) -> int:
-    """Pixels on a side of one cell; 0 where the matrix has more entries than the picture has pixels."""
+    """Side of one cell in pixels; 0 if the matrix has more entries than the picture has pixels."""
     return SIDE // max(n, m)
 
 
@@ -325,7 +325,7 @@ def to_png(
 
 
 def _colour_bar(sheet, pen, shown: Tensor, scale: Scale, x: int, height: int) -> None:
-    """From the largest weight down to 0, or down to its negative; the numbers stand where their colours are."""
+    """The colour bar, from the largest weight down to 0 or to its negative, with numbers beside their colours."""
     from PIL import Image
 
     length = height - 56
@@ -353,12 +353,12 @@ def _ticks(count: int) -> list[int]:
 
 
 def _fitting(text: str, size: int, width: int) -> FreeTypeFont | ImageFont:
-    """A font of this size, or the largest smaller one in which the text fits the width."""
+    """A font of this size, or the largest smaller size in which the text fits the width."""
     return next((_font(one) for one in range(size, 9, -1) if _font(one).getlength(text) <= width), _font(9))
 
 
 def _font(size: int) -> FreeTypeFont | ImageFont:
-    """A font that has the mathematics, where the system has one; Pillow's own Latin letters otherwise."""
+    """A font with mathematical symbols if the system has one, else Pillow's default font."""
     from PIL import ImageFont
 
     for name in ("DejaVuSans.ttf", "Arial Unicode.ttf", "arial.ttf"):

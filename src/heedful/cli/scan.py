@@ -159,10 +159,10 @@ def report_command(
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What goes wrong in a scan, as a sentence; what the user gave has exit code 2, what the system refused 1."""
+    """Turn errors of a scan into a message: exit code 2 for a user's mistake, 1 if the system refused something."""
     try:
         yield
-    except typer.Exit:  # said already
+    except typer.Exit:  # the message is already printed
         raise
     except KeyboardInterrupt:
         fail("stopped. What was measured is kept: --resume goes on.", code=130)
@@ -179,7 +179,7 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _noted() -> Iterator[None]:
-    """Warnings as sentences on stderr, as they come: notices, and damaged records that are set aside."""
+    """Print warnings to stderr as they come: notices, and damaged records that were set aside."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         print_notice(str(message))
@@ -198,14 +198,14 @@ FLAGS = {
 
 
 def _flags(sentence: str) -> str:
-    """Options of Python's by the names that they have here."""
+    """Replace names of Python options in a message by the names of the flags."""
     for name, flag in FLAGS.items():
         sentence = sentence.replace(name, flag)
     return sentence
 
 
 def _numbers(flag: str, text: str | None) -> list[int] | None:
-    """1,4-6 as [1, 4, 5, 6]."""
+    """Parse a list of numbers: "1,4-6" gives [1, 4, 5, 6]."""
     if text is None:
         return None
     found: list[int] = []
@@ -246,7 +246,7 @@ def _read_files(paths: list[Path]) -> tuple[list[str], list[str] | None]:
 def _texts(
     paths: list[Path], count: int | None, lengths: list[int] | None, longest: int | None
 ) -> tuple[list[str] | None, list[str] | None, list[int] | None]:
-    """Texts, their titles and the lengths to read; None for what the scan chooses itself."""
+    """Texts, titles and lengths; None for those that the scan chooses itself."""
     from heedful.scan.texts import builtin
 
     read, titles = _read_files(paths)
@@ -259,7 +259,7 @@ def _texts(
 
 
 def _cut(read: list[str], titles: list[str], count: int, length: int) -> tuple[list[str], list[str]]:
-    """So many texts out of the files, as evenly as they allow."""
+    """Cut `count` texts out of the files, spread over them as evenly as possible."""
     from heedful.scan.texts import pieces
 
     parts = [

@@ -1,4 +1,4 @@
-"""A scan on the terminal: progress with the time that is left, and what was found."""
+"""A scan on the terminal: progress with the remaining time, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], None]]:
-    """A function to tell the progress to: (units done, units in all). On stderr, so that stdout stays clean."""
+    """A progress bar on stderr; yields a function to call with (units done, units in total)."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -41,7 +41,7 @@ def progress_bar(title: str, shown: bool) -> Iterator[Callable[[float, int], Non
 
 
 def print_scan(scan: Scan, width: int | None = None) -> None:
-    """The answer in words, and the layers in a table; of two scans, first how they differ."""
+    """Print the answer in words and a table of layers; for two scans, first how they differ."""
     console = Console(highlight=False, width=width)
     other = scan.against
     if other is not None:
@@ -53,7 +53,7 @@ def print_scan(scan: Scan, width: int | None = None) -> None:
 
 
 def _layers(rows: pl.DataFrame, length: int) -> Table:
-    """A line a layer: means over its heads, and how many are of which kind."""
+    """A table with one line per layer: means over its heads, and the number of heads of each kind."""
     texts = int(rows["texts"][0])
     title = f"{length} tokens, {texts} text{'s' * (texts != 1)}; means over heads, and how many heads are"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)

@@ -1,4 +1,4 @@
-"""Tables, cards and pages for the terminal, at the width it has."""
+"""Tables, cards and pages for the terminal, fitted to its width."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CARD = 24
 
 
 def print_catalogue(rows: list[Facts]) -> None:
-    """One line an entry where there is room, else two."""
+    """Print the catalogue: one line per entry if the terminal is wide enough, else two."""
     console = make_console()
     print_parts(console, _wide_table(rows) if console.width >= 140 else _stacked_table(rows))
 
 
 def print_cards(pages: list[Page]) -> None:
-    """A picture and the main facts of each, two cards side by side where there is room."""
+    """Print a card for each: a picture and the main facts. Two cards side by side if the terminal is wide enough."""
     console = make_console()
     colour = _has_colours(console)
     across = 2 if console.width >= 150 else 1
@@ -51,7 +51,7 @@ def print_cards(pages: list[Page]) -> None:
 
 
 def print_page(page: Page, png: Path | None) -> None:
-    """All there is to tell of one; `png` is the file its picture went to as well."""
+    """Print the full page of one mechanism; `png` is the file to which its picture was written, if any."""
     console = make_console(widest=110)
     facts, (prose, mathematics) = page.facts, page.document
     parts: list[RenderableType] = [
@@ -79,7 +79,7 @@ def print_page(page: Page, png: Path | None) -> None:
 
 
 def print_stages(page: Page) -> None:
-    """Where the flops of a layer go, stage by stage."""
+    """The flops of a layer by stage."""
     cost = page.layer_cost
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
@@ -111,19 +111,19 @@ def make_console(widest: int = 160) -> Console:
 
 
 def print_parts(console: Console, *parts: RenderableType) -> None:
-    """Without the blanks that tables leave at the ends of lines."""
+    """Print without the trailing blanks of tables."""
     with console.capture() as captured:
         console.print(*parts, sep="\n")
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _has_colours(console: Console) -> bool:
-    """Enough of them for a picture: sixteen are not."""
+    """True if the terminal has enough colours for a picture: sixteen are too few."""
     return console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
 
 
 def _stacked_table(rows: list[Facts]) -> Table:
-    """Two lines an entry, for eighty columns; families are headings."""
+    """A table with two lines per entry, for 80 columns; families are headings."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
@@ -144,7 +144,7 @@ def _stacked_table(rows: list[Facts]) -> Table:
 
 
 def _wide_table(rows: list[Facts]) -> Table:
-    """One line an entry."""
+    """A table with one line per entry."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in ("name", "family", "what it does", "paper", "complexity", "causal", "streams", "kernels"):
         table.add_column(heading, overflow="fold", style="bold" if heading == "name" else "")
@@ -234,7 +234,7 @@ def two_ends(left: Text, right: Text) -> Table:
 
 
 def labelled(rows: list[tuple[str, str]]) -> Table:
-    """Labels in one column, texts in the next, wrapped under themselves."""
+    """Labels in one column, wrapped texts in the next."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""What `heedful theory` does: run what was asked for, write the book, and tell what was found."""
+"""The work of `heedful theory`: run the requested claims, write the book, and report the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from heedful.theory.records import Record, controls
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run found, and how it is to be told."""
+    """The results of a run, and how to present them."""
 
     records: list[Record]
     shown: list[Record]
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def exit_code(self) -> int:
-        """1 where a check could not tell a claim from its control."""
+        """1 if a check could not distinguish a claim from its control, else 0."""
         return 0 if all(one["control"]["flipped"] for one in controls(self.records)) else 1
 
     def show(self) -> None:
@@ -57,10 +57,10 @@ def theory(
     html: Path | None,
     language: str,
 ) -> Answer:
-    """Raises ValueError for a claim, chapter, kind or language that there is not."""
+    """Run claims and write the book. Raises ValueError for an unknown claim, chapter, kind or language."""
     check_language(language)
     plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, registry.REGISTRY)
-    run.select(plan)  # a wrong name is told before anything is begun
+    run.select(plan)  # raises for a wrong name before anything runs
     start = time.perf_counter()
     with theory_terminal.Progress() as progress:
         records = run.run(plan, progress.told)

@@ -1,6 +1,6 @@
-"""The running theory in a terminal: how far it has come, a table of verdicts, and all there is to tell of one claim.
+"""`heedful theory` in a terminal: progress, a table of verdicts, and the full page of one claim.
 
-A record is what `heedful/theory/records.py` says; this knows no more of claims than that.
+Uses records only, as defined in `heedful/theory/records.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WORDS = {
 
 
 class Progress:
-    """On stderr: in a terminal a bar, else nothing but claims that something went wrong with."""
+    """Progress on stderr: a bar in a terminal, else nothing."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
@@ -89,19 +89,19 @@ def print_claims(
 
 
 def print_claim(record: Record, *, language: str) -> None:
-    """All there is to tell of one."""
+    """Print everything about one claim."""
     console = make_console(widest=100)
     print_parts(console, *_beginning(record, language, console.width))
     if record["counterexample"]:
         print_parts(console, Text(), Text(WORDS[language]["counterexample"], style="cyan"))
-        print(indent(record["counterexample"], "  "))  # as it is, however wide: it is there to be copied
+        print(indent(record["counterexample"], "  "))  # not wrapped, so that it can be copied
     rest = _rest(record, language, console.width)
     if rest:
         print_parts(console, *rest)
 
 
 def shorten(text: str, room: int) -> str:
-    """As many whole words as there is room for; in Chinese, as many characters.
+    """As many whole words as fit; in Chinese, as many characters.
 
     >>> shorten("The rank is at most d.", 16), shorten("短", 16)
     ('The rank is …', '短')
@@ -125,7 +125,7 @@ def _verdict(record: Record, language: str) -> Text:
 
 
 def _table(records: Sequence[Record], width: int, language: str) -> Table:
-    """Two lines a claim: what it says, and what was measured."""
+    """A table with two lines per claim: its statement, and what was measured."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     names = max(len(record["id"]) for record in records)
     verdicts = 2 + max(cell_len(word) for word in WORDS[language].values() if word != WORDS[language]["same"])
@@ -142,7 +142,7 @@ def _table(records: Sequence[Record], width: int, language: str) -> Table:
 
 
 def _evidence_line(record: Record, room: int) -> str:
-    """The number that decided it: of a claim that fails the one that does not hold. What it is called may be cut."""
+    """The numbers that decided the verdict: the first comparison that does not hold, else the first one."""
     if record["evidence"] is None:
         return shorten(record["because"], room)
     rows = record["evidence"]["comparisons"]
@@ -260,5 +260,5 @@ def _formula(latex: str) -> str:
 
 
 def print_written(path: Path) -> None:
-    """Where the book went."""
+    """Print the path of the book."""
     print_parts(make_console(), Text(f"wrote {path}", style="dim"))

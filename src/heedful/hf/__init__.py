@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import `scan` and its options when they are first asked for: they need polars, and modules of this package."""
+    """Import `scan` and its options on first use: they need polars, and they import modules of this package."""
     if name in ("Execution", "ScanOptions", "scan"):
         from heedful import scan
 

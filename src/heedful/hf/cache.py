@@ -1,10 +1,10 @@
-"""A cache of transformers that keeps for each head what its mechanism needs, and no more.
+"""A cache for transformers that stores, for each head, only what its mechanism needs.
 
-`update` takes the new keys and values and gives them back as they are: the attention function, which comes next in the
-module, claims the layer, attends to what the layer holds, and has it written. So a chunk of a long prompt sees the keys
-that it is about to overwrite.
+`update` takes the new keys and values and returns them unchanged. The attention function, which the module calls next,
+claims the layer, attends to the stored and the new keys, and then writes the new ones. So a chunk of a long prompt
+still sees the keys that it overwrites.
 
-A layer holds a `KeyStore` for each kind of context (all tokens, or a window), shared by the heads of a group, and a
+A layer has a `KeyStore` for each kind of context (all tokens, or a window), shared by the heads of a group, and a
 `StateStore` for each mechanism with a running state.
 """
 
@@ -30,7 +30,7 @@ from heedful.mechanisms.head_index import join, take
 from heedful.mechanisms.score_base import ScoreBase
 from heedful.shapes import Bool, Float, Tensor
 
-UNDO = 64  # tokens that a crop may take back after a forward pass of several, without being asked for before
+UNDO = 64  # tokens that `crop` can remove after a forward pass of several tokens, without `activate_past_recording`
 
 _claims = threading.local()
 
@@ -42,7 +42,7 @@ class HeedfulCache(Cache):
         super().__init__(layers=layers)
         self.max_length = max_length
         self.real: Bool[Tensor, "b t"] | None = None
-        """Which tokens so far are no padding; None where all are."""
+        """True for tokens so far that are not padding; None if there is no padding."""
         self._current: Tokens | None = None
         self._late: tuple[int, Tensor, Tensor, Any] | None = None
         for layer in self.own_layers():
@@ -52,7 +52,7 @@ class HeedfulCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, HeedfulLayer)]
 
     def bytes(self) -> int:
-        """Bytes that are allocated for keys, values and states."""
+        """Bytes allocated for keys, values and states."""
         return sum(layer.bytes() for layer in self.own_layers())
 
     def tokens(self, mask: Bool[Tensor, "b t"] | None, before: int, new: int) -> Tokens:
@@ -89,11 +89,11 @@ class HeedfulCache(Cache):
 
     @staticmethod
     def _reads_late(fresh: Tensor) -> bool:
-        """Whether reading a number would make the host wait for the device."""
+        """True if reading a number makes the CPU wait for the device."""
         return fresh.is_cuda
 
     def _read_later(self, fresh: Tensor, before: int) -> Tensor:
-        """Start to copy whether a step is free of padding; the next forward pass reads it, without waiting now."""
+        """Start copying a flag: True if the step has no padding. The next forward pass reads it; nothing waits now."""
         flag = torch.empty((), dtype=torch.bool, pin_memory=fresh.is_cuda)
         flag.copy_(fresh.all(), non_blocking=True)
         done = torch.cuda.Event() if fresh.is_cuda else None
@@ -143,11 +143,11 @@ class HeedfulCache(Cache):
 
 
 class HeedfulLayer(CacheLayerMixin):
-    """What one layer keeps.
+    """The cache of one layer.
 
     module      the id of the attention module whose keys it takes: copies of a cache serve the same one
-    shows_all   the module reads the length of all keys from what `update` gives, as those of T5 do for their bias: all
-                tokens are kept, and given
+    shows_all   the module takes the total number of keys from the tensors that `update` returns, as T5 does for its
+                bias. Then all tokens are stored, and `update` returns all of them
     """
 
     is_sliding = False
@@ -175,7 +175,7 @@ class HeedfulLayer(CacheLayerMixin):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new keys and values, and give them back; the attention function claims them."""
+        """Take new keys and values and return them; the attention function claims them."""
         if self._new is not None:
             self._new = None
             raise RuntimeError(
@@ -205,7 +205,7 @@ class HeedfulLayer(CacheLayerMixin):
     def attend(
         self, parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor, setting: Setting, tokens: Tokens
     ) -> Float[Tensor, "b h n e"]:
-        """Outputs of all heads for the new tokens; they are part of the layer after that."""
+        """Outputs of all heads for the new tokens, which are then added to the cache."""
         self._new = None
         bound = self._bound(parts, setting)
         if self._shares is None:
@@ -217,7 +217,7 @@ class HeedfulLayer(CacheLayerMixin):
             for part in parts
             if not isinstance(bound[part.label], ScoreBase)
         ]
-        if not tokens.before and tokens.new > 1:  # nothing is held: one call for each mechanism
+        if not tokens.before and tokens.new > 1:  # the cache is empty: one call for each mechanism
             setting.segments = tokens.ids
             outs += [(part.index, part(q, k, v, setting)) for part in parts if isinstance(bound[part.label], ScoreBase)]
             for store in self.keys_of or ():
@@ -229,7 +229,7 @@ class HeedfulLayer(CacheLayerMixin):
         return join(outs)
 
     def _bound(self, parts: Sequence[Part], setting: Setting) -> dict[str, Mechanism]:
-        """The mechanism of each part, the same objects as long as the module brings the same."""
+        """The mechanism of each part, cached as long as the module's settings stay the same."""
         key = (setting.pattern, setting.scale, setting.softcap) if setting.bias is setting.sink is None else None
         if key is None or self._known is None or self._known[0] != key:
             self._known = key, {part.label: part.bound(setting) for part in parts}
@@ -279,19 +279,19 @@ class HeedfulLayer(CacheLayerMixin):
         self.keys_of, self._shares, self.states, self._undo, self._new = None, None, {}, None, None
         self.is_initialized = False
 
-    # ---- taking tokens back
+    # ---- removing tokens
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether any number of tokens can be taken back at any time."""
+        """True if any number of tokens can be removed at any time."""
         return not self.states and all(isinstance(store, FullStore) for store in self.keys_of or ())
 
     def activate_past_recording(self) -> None:
-        """Remember what forward passes overwrite, until the next `crop`."""
+        """Save what forward passes overwrite, until the next `crop`."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens; a negative number says how many."""
+        """Remove the last tokens; a negative number says how many."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop: {tokens_to_remove}, expected minus the number of tokens to take back.")
         undo, self._undo = self._undo, None
@@ -329,7 +329,7 @@ class HeedfulLayer(CacheLayerMixin):
 
 
 class _Undo:
-    """What a layer held before some forward passes, and the keys and values of these."""
+    """A snapshot of a layer before some forward passes, and the keys and values that these passes added."""
 
     def __init__(self, seen: int, rings: list[RingStore], states: dict[str, StateStore], keep: int | None):
         self.seen = seen
@@ -338,7 +338,7 @@ class _Undo:
         self.keep = keep
         self.parts: list[tuple[Tensor, Tensor]] = []
         self.tokens: Tokens | None = None
-        self.first = seen  # the first token whose keys are kept
+        self.first = seen  # the first token whose keys are saved
 
     def add(self, k: Tensor, v: Tensor, tokens: Tokens) -> None:
         if self.keep is not None and tokens.new > self.keep:
@@ -354,7 +354,7 @@ class _Undo:
             self.tokens = Tokens(self.tokens.before, self.tokens.new, change(self.tokens.real))
 
     def reaches(self, left: int) -> bool:
-        """Whether the layer can be put back to so many tokens."""
+        """True if the layer can be restored to `left` tokens."""
         if left < self.seen or (self.states and left != self.seen and self.keep is not None):
             return False
         return self.first == self.seen or (self.keep is not None and left >= self.tokens.total - UNDO)  # type: ignore[union-attr]
@@ -369,7 +369,7 @@ class _Undo:
             if left > self.first:
                 store.write(mine[0], mine[1], Tokens(self.first, left - self.first, real))
         for label, running in states.items():
-            running.state = self.states.get(label)  # None where there were no tokens yet
+            running.state = self.states.get(label)  # None if there were no tokens yet
             running.replay(
                 k[:, :, : left - self.seen], v[:, :, : left - self.seen], Tokens(self.seen, left - self.seen, real)
             )
@@ -396,9 +396,9 @@ def forget_claims() -> None:
 def cache(model: nn.Module, max_length: int | None = None) -> HeedfulCache:
     """An empty cache for a model with attn_implementation="heedful".
 
-    max_length   tokens that it can hold: buffers are allocated once. None: buffers of exact heads grow
+    max_length   capacity in tokens; buffers are allocated once. None: buffers of exact heads grow
 
-    Plain `generate` on an attached model makes one by itself.
+    `generate` on an attached model makes one by itself.
     """
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
         raise ValueError(f"max_length: {max_length!r}, expected a number of tokens, or None.")

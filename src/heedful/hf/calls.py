@@ -1,7 +1,7 @@
 """One attention call of a model, as heedful sees it.
 
 z_ij = cap · tanh(scale · q_i·k_j / cap) + bias_ij,   A = softmax(z) over what pattern and segments show
-heads that are differences:  A₁ − λA₂, with A₁ from the first half of the queries' heads, A₂ from the second
+differential heads:  A₁ − λA₂, with A₁ from the first half of the query heads, A₂ from the second half
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Bool, Float, Tensor
 
-HIDES = 50.0  # what a bias takes from a score so that the weight, e^−50 of another, is below all rounding
+HIDES = 50.0  # a bias this far below another hides a key: its weight is e^−50 of the other, below rounding
 
 Kind = Literal["self", "causal", "cross"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Queries, keys and values of one attention call, with everything that makes its weights.
+    """Queries, keys and values of one attention call, with everything that determines its weights.
 
-    name       of the module in its model; layers that share a module share it
-    turn       how often that module had been called before, in the same forward pass
-    at         how many calls there were before it, of any module: what a scan calls its layer
+    name       name of the module in its model; layers that share a module have the same name
+    turn       number of earlier calls of that module in the same forward pass
+    at         number of earlier calls of any module in the same forward pass; a scan calls this the layer
     kind       "self", "causal" (no query sees a later key) or "cross" (keys of another sequence)
-    q, k, v    after rotary embeddings; k and v have fewer heads than q where queries are grouped
+    q, k, v    after rotary embeddings; k and v have fewer heads than q if queries are grouped
     scale      factor of q·k
-    pattern    who may attend to whom
-    segments   padding (and packing), as mechanisms take it; None where every token is real
+    pattern    which query may attend to which key
+    segments   padding (and packing), in the form that mechanisms take; None if every token is real
     bias       added to the scores: relative positions, masks that no pattern describes
     softcap    bound of the scores, as in Gemma 2
-    sink       a logit for each head that takes mass and gives nothing, as in gpt-oss
-    minus      λ, where heads are differences A₁ − λA₂, as in DiffLlama: half as many as there are heads of queries
-    again      whether the module called before with the same queries and keys, so that these heads were shown already
+    sink       a logit for each head, which takes mass and adds nothing to the output, as in gpt-oss
+    minus      λ of differential heads A₁ − λA₂, as in DiffLlama; there are half as many of them as query heads
+    again      True if the module called before with the same queries and keys: these heads were already visited
     """
 
     name: str
@@ -59,32 +59,32 @@ class Call:
 
     @property
     def heads(self) -> int:
-        """How many matrices the call has for each item of its batch."""
+        """The number of attention matrices for each item of the batch."""
         return self.q.shape[1] if self.minus is None else self.q.shape[1] // 2
 
     @property
     def softmaxes(self) -> Call:
-        """The call with a head for each softmax: itself, unless heads are differences of two."""
+        """The call with one head for each softmax: itself, unless heads are differences of two."""
         return self if self.minus is None else replace(self, minus=None)
 
     @property
     def real(self) -> Bool[Tensor, "b n"]:
-        """Which queries are tokens of the text, not padding. The rows of A of all others are zero."""
+        """True for queries that are tokens of the text, not padding. All other rows of A are zero."""
         n, m = self.q.shape[-2], self.k.shape[-2]
         ids = resolve(self.segments, n, m, self.q.device).query_ids
         return (ids >= 0).reshape(-1, n).expand(self.q.shape[0], -1)
 
     @property
     def hidden(self) -> Bool[Tensor, "#b #h #n #m"] | None:
-        """Keys that the bias hides: by −∞, or by so much less than the row's largest bias that no weight is left.
+        """True for keys that the bias hides: −∞, or so far below the row's largest bias that the weight rounds to zero.
 
-        Models mask by −∞, by the least number there is, or by −100 as Swin does. None where there is no bias.
+        Models mask with −∞, with the lowest number of the dtype, or with −100 like Swin. None if there is no bias.
         """
         return None if self.bias is None else self.bias <= self.bias.amax(-1, keepdim=True) - HIDES
 
     @property
     def mechanism(self) -> Softmax:
-        """The mechanism that this call ran, on all heads of the queries."""
+        """The mechanism that this call ran, on all query heads."""
         return Softmax(self.pattern, self.scale, bias=self.bias, softcap=self.softcap, sink=self.sink)
 
     def operator(self) -> AttentionOperator:
@@ -95,16 +95,16 @@ class Call:
         return self.mechanism.operator(self.q, self.per_head(self.k), segments=self.segments)
 
     def forward(self) -> Float[Tensor, "b h n e"]:
-        """The outputs of all heads of the queries, before they are joined."""
+        """The outputs of all query heads, before they are joined."""
         return self.mechanism(self.q, self.per_head(self.k), self.per_head(self.v), segments=self.segments)
 
     def per_head(self, x: Float[Tensor, "b g m w"]) -> Float[Tensor, "b h m w"]:
-        """Keys or values for each head of the queries: head h uses group h // (heads / groups)."""
+        """Keys or values repeated for each query head: head h uses group h // (heads / groups)."""
         heads = self.q.shape[1]
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
     def item(self, at: int) -> Call:
-        """The same call with one item of its batch: one text, or one window, channel or frame of a text."""
+        """The same call with one item of its batch: one text, or one window, channel or frame of an input."""
 
         def one(x: Tensor) -> Tensor:
             return x if x.ndim < 3 or x.shape[0] == 1 else x[at : at + 1]
@@ -117,7 +117,7 @@ class Call:
         return replace(self, q=self.q[some], k=self.k[some], v=self.v[some], segments=segments, bias=bias)
 
     def part(self, start: int, stop: int) -> Call:
-        """The same call with some of its heads, each with keys and values of its own; itself where these are all."""
+        """The same call with a range of its heads, keys and values repeated per head; itself if these are all heads."""
         if (start, stop) == (0, self.heads):
             return self
         some: slice | list[int] = slice(start, stop)

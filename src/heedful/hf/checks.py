@@ -1,4 +1,4 @@
-"""Is what was captured what the model does?"""
+"""Checks that the captured attention is what the model computes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from heedful.shapes import Tensor
 
 
 def compare_call(call: Call, own: Own, out: Tensor, *others: Tensor) -> None:
-    """Weights and outputs of one call against the module's own eager function; `others` are outputs found elsewhere."""
+    """Compare weights and outputs of one call, and the outputs in `others`, with the module's own eager function."""
     where, call = f"{call.name} ({type(own.module).__name__})", call.softmaxes
     exact = call.to(torch.float64)
     expected, weights = own.exactly()
     real = call.real[:, None, :, None]
     scores = (call.q.float() @ call.per_head(call.k).float().mT).abs().max() * call.scale
-    # Eager functions take softmax in float32: a score z is rounded by eps·|z|, and its weight by as much, relatively.
+    # Eager functions compute softmax in float32. A score z has rounding error eps·|z|, its weight this relative error.
     allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(scores))
     matrix = exact.operator().to_dense()
     _demand(matrix, weights, real, allowed, f"{where}: weights")
     height = float(call.v.abs().max())
     oracle = matrix @ exact.per_head(exact.v)
     _demand(oracle, expected, real, allowed * height, f"{where}: outputs")
-    # In the precision of the model: at most twice the error of the model's own computation.
+    # In the model's precision, allow twice the error of the model's own computation.
     error = _largest((out.transpose(1, 2).double() - oracle).abs(), real)
     eps = torch.finfo(call.q.dtype).eps
     for found in (call.forward(), *others):
@@ -52,7 +52,7 @@ def _largest(difference: Tensor, real: Tensor) -> float:
 
 
 def check_finite_model(outputs: list[Tensor], model: nn.Module) -> None:
-    """A model that itself gives NaN can't be compared with."""
+    """Raise if the model's own outputs are NaN: then there is nothing to compare with."""
     name = type(model).__name__
     if any(bool(output.isnan().any()) for output in outputs):
         broken = [key for key, x in model.named_parameters() if not bool(x.detach().isfinite().all())]
@@ -68,7 +68,7 @@ def check_finite_model(outputs: list[Tensor], model: nn.Module) -> None:
 
 
 def compare_outputs(found: list[Tensor], expected: list[Tensor], name: str) -> None:
-    """Both runs used the same functions on the same masks, so they agree to rounding, padding included."""
+    """Raise if two runs differ by more than rounding, padding included. Both used the same functions and masks."""
     if len(found) != len(expected):
         raise CheckFailed(f"{name}: {len(found)} outputs under the probe, {len(expected)} without.")
     for ours, theirs in zip(found, expected, strict=True):
@@ -86,12 +86,12 @@ def compare_outputs(found: list[Tensor], expected: list[Tensor], name: str) -> N
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """A million numbers at a time: the logits of a large vocabulary are the largest tensor of a scan."""
+    """Split a tensor into pieces of a million numbers: logits over a large vocabulary are a scan's largest tensor."""
     return x.flatten().split(1 << 20)
 
 
 def _height(x: Tensor) -> float:
-    """The largest finite number."""
+    """The largest finite magnitude."""
     return max((float(piece.nan_to_num(0, 0, 0).abs().max()) for piece in _pieces(x) if piece.numel()), default=0.0)
 
 
@@ -104,9 +104,10 @@ def floating_tensors(output: object) -> list[Tensor]:
 
 
 def attended(call: Call) -> tuple[Tensor, Tensor]:
-    """The outputs of a call, and its weights times two columns: ones, and ones on the later half of the keys.
+    """The outputs of a call, and the product of its weights with two columns: ones, and ones on the later half of keys.
 
-    On a CPU the columns stand beside the values and cost next to nothing; a GPU's kernels are made for certain widths.
+    On a CPU the columns are appended to the values at almost no cost. GPU kernels accept only certain widths, so there
+    the product is separate.
     """
     m, width = call.k.shape[-2], call.v.shape[-1]
     columns = torch.ones(m, 2, dtype=call.q.dtype, device=call.q.device)
@@ -119,14 +120,15 @@ def attended(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def check_call(call: Call, out: Tensor, products: Tensor) -> None:
-    """Rows sum to one, and no query sees a later key, as `attended` tells it, or whoever attended instead.
+    """Raise unless rows sum to one, no query of a causal layer sees a later key, and outputs are finite.
 
-    products   what each row sums to, and how much of it lies on keys that the queries up to the middle may not see
+    products   the two columns of `attended`, or of an `Attending`: the sum of each row, and its mass on the later half
+               of the keys, which queries of the first half must not see
     """
     n, m = call.q.shape[-2], call.k.shape[-2]
     real = call.real[:, None, :]
     sums, ahead = products.unbind(-1)
-    # Sums are taken in float32 at least, and rounded once to the precision of the model.
+    # Sums are computed in float32 or better and rounded once to the model's precision.
     slack = 4 * torch.finfo(call.q.dtype).eps + m * torch.finfo(torch.float32).eps
     over = sums > 1 + slack
     under = sums < (1 - slack if call.sink is None else 0)
@@ -135,6 +137,6 @@ def check_call(call: Call, out: Tensor, products: Tensor) -> None:
         raise CheckFailed(f"{call.name}: a row sums to {float(wrong[0])}, expected 1. Nothing more was measured.")
     if call.kind == "causal" and n == m and bool((ahead[..., : m // 2 + 1] != 0).any()):
         raise CheckFailed(f"{call.name}: a query sees a later key in a causal layer. Nothing more was measured.")
-    # A sum is finite only if all numbers are, and taken in a tenth of the time.
+    # A finite sum means that all numbers are finite; computing it takes a tenth of the time.
     if not out.sum(dtype=torch.float64).isfinite() and bool((~out.isfinite() & real[..., None]).any()):
         raise CheckFailed(f"{call.name}: outputs are not finite. Likely cause: overflow in {call.q.dtype}.")

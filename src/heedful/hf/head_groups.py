@@ -1,8 +1,8 @@
-"""The heads of one layer, grouped by mechanism: one call for each.
+"""The heads of one layer, grouped by mechanism: one call for each mechanism.
 
-What the module itself brings (scale, mask, softcap, sink, bias) is a `Setting`. A mechanism of the plan that
-is a softmax takes all of it: its pattern is intersected with that of the layer. Any other mechanism has no place for
-a bias, a cap or a sink, and is refused in a layer that has one.
+What the module passes besides q, k and v (scale, mask, softcap, sink, bias) is a `Setting`. A softmax mechanism
+applies all of it; its pattern is intersected with that of the layer. Other mechanisms can't apply a bias, a cap or a
+sink, and are refused in a layer that has one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from heedful.shapes import Bool, Float, Tensor
 
 @dataclass
 class Setting:
-    """What one call of a module brings besides q, k and v.
+    """What one call of a module passes besides q, k and v.
 
     scale      factor of q·k
-    pattern    who may attend to whom: that of the layer's own mask
+    pattern    which query may attend to which key, from the layer's own mask
     segments   padding and packing
-    hidden     keys that are padding; where all other keys are seen, that is all there is to know
+    hidden     True for keys that are padding, if every query sees all other keys
     bias       added to the scores, (b or 1, heads or 1, n, m)
     softcap    bound of the scores
-    sink       a logit for each head that takes mass and gives nothing
-    shortened  whether the first keys of the text are missing: a cache of the layer's own window dropped them
-    aligned    whether the last query stands at the last key, as patterns count; a mask of one's own need not say
+    sink       a logit for each head, which takes mass and adds nothing to the output
+    shortened  True if the first keys of the text are missing, because the cache of a windowed layer dropped them
+    aligned    True if the last query is at the position of the last key, as patterns assume; a user's mask need not be
     """
 
     scale: float
@@ -73,7 +73,7 @@ class Part:
         return self.index.heads_of(out)
 
     def bound(self, setting: Setting) -> Mechanism:
-        """The mechanism with what the module brings."""
+        """The mechanism with the module's setting applied."""
         own = self.mechanism
         if own is not None and not setting.aligned:
             raise Refused(
@@ -108,14 +108,14 @@ class Part:
         return Softmax(pattern, setting.scale, temperature, bias=bias, softcap=setting.softcap, sink=sink)
 
     def scaled(self, q: Tensor, setting: Setting) -> Tensor:
-        """Queries for a mechanism whose own scale is d^-½."""
+        """Queries rescaled for a mechanism that itself scales by d^-½."""
         if self.mechanism is None or isinstance(self.mechanism, Softmax):
             return q
         factor = setting.scale * q.shape[-1] ** 0.5
         return q if isclose(factor, 1, rel_tol=1e-6) else q * factor
 
     def segments(self, setting: Setting, axes: int) -> Segments | None:
-        """Segments for tensors of 4 axes, or of 5 where keys are shared."""
+        """Segments for tensors of 4 axes, or of 5 if keys are shared."""
         ids = setting.segments
         if ids is None or axes == 4:
             return ids
@@ -146,7 +146,7 @@ class Part:
 
 
 class HeadGroups(nn.Module):
-    """The mechanisms of one layer: a child of its attention module, so that they move, train and are saved with it."""
+    """The mechanisms of one layer. A child of the attention module, so they are moved, trained and saved with it."""
 
     def __init__(self, own: LayerPlan, plan: Plan):
         super().__init__()
@@ -172,34 +172,34 @@ class HeadGroups(nn.Module):
 
 @lru_cache(maxsize=64)
 def exact(heads: int, kv_heads: int) -> tuple[Part, ...]:
-    """All heads by the module's own attention."""
+    """All heads as one part that runs the module's own attention."""
     return (Part(HeadIndex(tuple(range(heads)), heads, kv_heads)),)
 
 
 def attend(parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Float[Tensor, "b h n e"]:
-    """All heads of a layer, without a cache."""
+    """The outputs of all heads of a layer, without a cache."""
     return join([(part.index, part(q, k, v, setting)) for part in parts])
 
 
 def intersection(one: Pattern, other: Pattern) -> Pattern:
-    """Both patterns, as one window where that says the same."""
+    """The intersection of two patterns, as a single window if one can express it."""
     for pattern, rest in ((one, other), (other, one)):
         if isinstance(rest, Full) or (isinstance(rest, Causal) and pattern.is_causal):
             return pattern
     if isinstance(one, Window) and isinstance(other, Window):
         near, far = (one, other) if one.before <= other.before else (other, one)
-        if not near.sinks:  # what a near window without sinks sees, the far one sees
+        if not near.sinks:  # the far window contains a near one without sinks
             return Window(near.before, min(near.after, far.after))
     return one & other
 
 
 def _hides(pattern: Pattern, setting: Setting) -> bool:
-    """Whether padding is a bias of the keys, which torch's fused kernel takes, and not segments."""
+    """True if padding can be a bias on keys, which torch's fused kernel accepts, instead of segments."""
     return setting.hidden is not None and isinstance(pattern, Full)
 
 
 def _same_everywhere(pattern: Pattern) -> bool:
-    """Whether a pattern depends on distances alone."""
+    """True if a pattern depends only on distances."""
     return isinstance(pattern, Causal | Full) or (isinstance(pattern, Window) and not pattern.sinks)
 
 
@@ -209,7 +209,7 @@ def _softmax(pattern: Pattern, scale: float, temperature: float, softcap: float 
 
 
 def check_shapes(groups: HeadGroups, q: Tensor, k: Tensor) -> None:
-    """The heads of a call are those of the plan."""
+    """Raise unless the heads of a call are those of the plan."""
     if (q.shape[1], k.shape[1]) != (groups.heads, groups.kv_heads):
         raise Refused(
             f"a call with {q.shape[1]} heads and {k.shape[1]} of keys, and the plan has {groups.heads} and "

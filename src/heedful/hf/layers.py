@@ -1,4 +1,4 @@
-"""The self-attention layers of a model, by name: how many heads, how many keys and values they share, how wide."""
+"""The self-attention layers of a model, by name: heads of queries, heads of keys and values, and width."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Kind = Literal["causal", "self"]
 class AttentionLayer:
     """One self-attention module of a model.
 
-    name       of the module, from the base model on: "layers.0.self_attn"
-    kind       "causal", or "self" where queries see later keys
-    heads      heads of queries
-    kv_heads   heads of keys and values; each serves heads / kv_heads heads of queries
-    width      of a query in one head
+    name       name of the module inside the base model: "layers.0.self_attn"
+    kind       "causal", or "self" if queries see later keys
+    heads      query heads
+    kv_heads   heads of keys and values; each is shared by heads / kv_heads query heads
+    width      width of a query in one head
     """
 
     name: str
@@ -40,7 +40,7 @@ class AttentionLayer:
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers inside adapters and wrappers."""
+    """The transformers model inside adapters and wrappers."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -50,8 +50,8 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 def swappable(model: nn.Module) -> dict[str, tuple[AttentionLayer, nn.Module]]:
     """The layers whose heads can run on other mechanisms, by name, with their modules.
 
-    Raises `Refused` with the reasons where the model has none, or has some that can't be reached. Cross-attention is
-    left out: it stays exact.
+    Raises `Refused` with the reasons if the model has none, or if some do not go through the interface. Cross-attention
+    is left out: it stays exact.
     """
     base = base_of(model)
     if why := objections(base):
@@ -71,7 +71,7 @@ def swappable(model: nn.Module) -> dict[str, tuple[AttentionLayer, nn.Module]]:
 
 
 def own_terms(module: nn.Module) -> str:
-    """What the attention of a module has besides q·k and a plain mask, in words; "" where it has nothing."""
+    """What the attention of a module has besides q·k and a plain mask, in words; "" if nothing."""
     config: Any = getattr(module, "config", None)
     if getattr(module, "sinks", None) is not None:
         return "sinks"
@@ -87,7 +87,7 @@ def own_terms(module: nn.Module) -> str:
 
 
 def fingerprint(layers: list[AttentionLayer], model_type: str) -> str:
-    """Sixteen digits for the type of a model and the shapes of its layers; weights do not count."""
+    """A hash of 16 digits of the model's type and the shapes of its layers; weights do not count."""
     return hashlib.sha256(repr((model_type, layers)).encode()).hexdigest()[:16]
 
 
@@ -119,7 +119,7 @@ def _facts(name: str, module: nn.Module) -> AttentionLayer:
 
 
 def _first(names: tuple[str, ...], where: object) -> int | None:
-    """The first of these attributes that is a number above zero."""
+    """The first of these attributes that is a positive number."""
     for name in names:
         value = getattr(where, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

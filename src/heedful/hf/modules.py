@@ -1,4 +1,4 @@
-"""Which modules of a model attend, and whether they can be seen."""
+"""Find the attention modules of a model, and whether the interface sees their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_ITSELF = (
     *("softmax", "dot_product", "flash", "matmul(", "einsum(", "bmm(", " @ "),
     *("multi_head_attention_forward(", "mra2_attention(", "cumulation.apply("),  # WavLM's, MRA's, YOSO's
 )
-"""What stands in the source, in small letters, of a module that computes its weights itself."""
+"""Strings in the lower-cased source of a module that computes its weights itself."""
 
 
 class Refused(ValueError):
@@ -22,15 +22,15 @@ class Refused(ValueError):
 
 
 class Notice(UserWarning):
-    """What a reader of the numbers has to know. The records of a scan say it too."""
+    """A warning that a reader of the numbers needs. The records of a scan contain it too."""
 
 
 class CheckFailed(RuntimeError):
-    """What was captured is not what the model does. Nothing was measured."""
+    """The captured attention is not what the model computes. Nothing was measured."""
 
 
 def objections(model: nn.Module) -> list[str]:
-    """Why the attention of this model can't be captured; empty where it can.
+    """Why the attention of this model can't be captured; empty if it can.
 
     >>> objections(nn.Linear(2, 2))
     ['Linear holds no model of transformers, whose AttentionInterface the capture goes through.']
@@ -58,9 +58,9 @@ def objections(model: nn.Module) -> list[str]:
 
 
 def out_of_sight(model: nn.Module) -> list[str]:
-    """Modules that attend by themselves but only pool what is measured: torch's own attention with a learned query.
+    """Modules that the interface does not see but that only pool the output: torch's attention with a learned query.
 
-    Their module has a parameter `probe` for it, as in SigLIP. What they give is no input of other layers.
+    The query is a parameter `probe` of the module, as in SigLIP. No other attention layer reads the result.
     """
     return [
         f"{name}.{child}" if name else child
@@ -72,7 +72,7 @@ def out_of_sight(model: nn.Module) -> list[str]:
 
 
 def quantised(model: nn.Module) -> str:
-    """One sentence about weights that are whole numbers or packed; "" where all are fractions as torch has them."""
+    """One sentence about quantised weights (integers or packed); "" if all are floating point."""
     packed = [name for name, weight in model.named_parameters() if not weight.is_floating_point()]
     packed += [name for name, weight in model.state_dict().items() if not isinstance(weight, Tensor)]
     tiny = [name for name, weight in model.named_parameters() if weight.is_floating_point() and weight.itemsize < 2]
@@ -88,7 +88,7 @@ _sources: dict[type, str] = {}
 
 
 def source_of(kind: type[nn.Module]) -> str:
-    """The source of the class that defines `forward`; empty where there is none to read. Each is read once."""
+    """The source of the class that defines `forward`; empty if there is none. Cached."""
     if kind not in _sources:
         _sources[kind] = _read_source(kind)
     return _sources[kind]
@@ -109,9 +109,9 @@ def asks_interface(kind: type[nn.Module]) -> bool:
 
 
 def attends_by_itself(kind: type[nn.Module]) -> bool:
-    """A module of attention that multiplies or normalises on its own, or whose source can't be read.
+    """True if an attention module multiplies or normalises scores itself, or if its source can't be read.
 
-    One that only wraps another does neither.
+    A module that only wraps another one does neither.
     """
     if issubclass(kind, nn.MultiheadAttention):
         return True

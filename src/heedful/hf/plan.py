@@ -14,7 +14,7 @@
     }
 
 Names and options of mechanisms are those of `heedful.build`. "softmax" without options is the model's own attention.
-What a builder asks about a layer (its width d, its heads, the length, whether it is causal) the layer answers.
+Arguments of a builder that depend on the layer (width d, heads, length, causal or not) are filled in from the layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from heedful.patterns import Causal, Full
 VERSION = 1
 EXACT = "exact"
 FACTS = ("d", "heads", "length", "pattern", "causal")
-"""Options that the layer answers, where the plan does not."""
+"""Options filled in from the layer unless the plan sets them."""
 
 Unit = Literal["head", "kv-group", "layer"]
 NOTES = ("bounds", "predictions", "measurements")
@@ -56,7 +56,7 @@ class Spec:
 
     def __post_init__(self):
         if self.name not in CATALOG:
-            build(self.name)  # raises, with the names that are near
+            build(self.name)  # raises, and suggests similar names
         known = CATALOG[self.name].options
         for option, value in self.options.items():
             if option not in known:
@@ -70,7 +70,7 @@ class Spec:
 
     @property
     def is_exact(self) -> bool:
-        """The model's own attention."""
+        """True for the model's own attention."""
         return self.name == "softmax" and not self.options
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Spec:
         return f"{self.name}({options})" if options else self.name
 
     def build(self, layer: AttentionLayer, heads: int, length: int | None) -> Mechanism:
-        """The mechanism for so many heads of a layer."""
+        """The mechanism for `heads` heads of a layer."""
         facts: dict[str, Any] = {"d": layer.width, "heads": heads, "length": length}
         causal = layer.kind == "causal"
         facts |= {"causal": causal, "pattern": Causal() if causal else Full()}
@@ -103,7 +103,7 @@ class LayerPlan:
     units: tuple[str, ...]
 
     def by_head(self) -> tuple[str, ...]:
-        """The label of each head of queries."""
+        """The label of each query head."""
         each = self.layer.heads // len(self.units)
         return tuple(label for label in self.units for _ in range(each))
 
@@ -118,14 +118,14 @@ class Plan:
     >>> plan = plan.edit("softmax", layers=[0, 1])  # doctest: +SKIP
     >>> plan.save("plan.json"); hf.attach(model, hf.Plan.load("plan.json"))  # doctest: +SKIP
 
-    model          its name, for people
-    type           its architecture, "llama"
-    fingerprint    of its type and the shapes of its layers: a plan fits every model that has them
+    model          name of the model, for people
+    type           architecture of the model, such as "llama"
+    fingerprint    hash of the type and the shapes of the layers: a plan fits every model with the same
     unit           "head", "kv-group" (heads that share keys) or "layer"
     mechanisms     label → mechanism
     layers         each layer with the label of each unit
-    length         of the texts that the plan was made for; None: any
-    bounds, predictions, measurements   what is known about the plan; nothing reads them here
+    length         length of the texts that the plan was made for; None: any
+    bounds, predictions, measurements   what is known about the plan; this module does not read them
     """
 
     model: str
@@ -174,7 +174,8 @@ class Plan:
     ) -> Plan:
         """The same mechanism for every head of every self-attention layer.
 
-        `length` is that of the plan, and answers mechanisms that ask for one; all other options are the mechanism's.
+        `length` is the length of the plan, also passed to mechanisms that need one. All other options go to the
+        mechanism.
         """
         layers = [layer for layer, _ in swappable(model).values()]
         spec = Spec(mechanism, options)
@@ -201,8 +202,8 @@ class Plan:
     ) -> Plan:
         """The plan with another mechanism for some units.
 
-        layers   places in `plan.layers`; all by default
-        units    places inside each of these layers; all by default
+        layers   indices in `plan.layers`; all by default
+        units    indices inside each of these layers; all by default
         """
         spec = Spec(mechanism, options)
         chosen = _places("layers", layers, len(self.layers), "layers")
@@ -231,10 +232,10 @@ class Plan:
         return "\n".join(lines)
 
     def cost(self, dims: Dims) -> Cost:
-        """What the attention of all layers takes for dims.n new tokens out of dims.m, in dims.batch rows.
+        """The cost of the attention of all layers for dims.n new tokens out of dims.m, in dims.batch rows.
 
-        Widths and heads are those of the layers. The state counts keys and values once for each head of keys, as the
-        cache keeps them; None where a mechanism can't go token by token.
+        Widths and heads are those of the layers. The state counts keys and values once per key head, as the cache
+        stores them; None if a mechanism can't go token by token.
         """
         flops = moved = 0
         state: int | None = 0
@@ -248,7 +249,7 @@ class Plan:
             flops += sum(one[label].flops for label in labels)
             moved += sum(one[label].bytes for label in labels)
             for first in range(0, own.layer.heads, each):
-                kept = 0  # keys and values, which the heads of a group share
+                kept = 0  # keys and values, shared by the heads of a group
                 for label in labels[first : first + each]:
                     own_state = one[label].state
                     if state is None or own_state is None:
@@ -261,7 +262,7 @@ class Plan:
         return Cost(flops, moved, state)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """The plan as JSON data."""
         return {
             "heedful_plan": VERSION,
             "model": {"name": self.model, "type": self.type, "fingerprint": self.fingerprint},
@@ -276,7 +277,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan that `to_dict` gives, checked."""
+        """The plan from the output of `to_dict`, checked."""
         try:
             return _read(data)
         except (KeyError, TypeError, AttributeError) as error:
@@ -284,7 +285,7 @@ class Plan:
             raise ValueError(f"no plan: {said}. Expected what Plan.save writes.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, one line a layer."""
+        """Write the plan as JSON, one line per layer."""
         data = self.to_dict()
         layers = data.pop("layers")
         mechanisms = data.pop("mechanisms")
@@ -298,7 +299,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan in a file, checked."""
+        """Read a plan from a file and check it."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -317,7 +318,7 @@ def units_of(layer: AttentionLayer, unit: Unit) -> int:
 
 
 def check_plan(plan: Plan, model: nn.Module) -> None:
-    """Raise `Refused` where a plan does not fit a model: other layers, or a mechanism that a layer can't run."""
+    """Raise `Refused` if a plan does not fit a model: other layers, or a mechanism that a layer can't run."""
     found = swappable(model)
     layers = [layer for layer, _ in found.values()]
     if fingerprint(layers, model_type(model)) != plan.fingerprint or [own.layer for own in plan.layers] != layers:

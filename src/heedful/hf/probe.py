@@ -1,16 +1,16 @@
-"""See every attention call of a Hugging Face model, one at a time, while the model runs.
+"""Show every attention call of a Hugging Face model to a visitor, one at a time, while the model runs.
 
-Models of transformers ask `AttentionInterface` for the function that attends and `AttentionMaskInterface` for masks.
-Under a probe both are heedful's: each call becomes a `Call`, is run by heedful's own softmax, is handed to a visitor
-and forgotten, so memory is that of the forward pass plus one layer.
+Models of transformers get their attention function from `AttentionInterface` and their masks from
+`AttentionMaskInterface`. Under a probe both are heedful's. The probe turns each call into a `Call`, runs it with
+heedful's softmax, passes it to the visitor and drops it, so memory is that of the forward pass plus one layer.
 
-Nothing is measured unless it was checked:
-    before      no module computes its weights by itself, where no interface would see it
-    once        on up to `check_tokens` tokens: outputs of the model under the probe, with each module's own eager
-                function and masks, equal those of the untouched model; and for each call the weights and outputs of
-                heedful, in float64, equal those of that eager function, and so do outputs that a visitor brings
-    each call   rows sum to one (to less with a sink), nothing leaks from the future, outputs are finite
-    each run    every attention module that was entered made a call, up to where a visitor had enough
+Everything is checked before it is measured:
+    before      no module computes its weights itself, without the interface
+    once        on up to `check_tokens` tokens: the model's outputs under the probe, with each module's own eager
+                function and masks, equal those of the untouched model; and for each call heedful's weights and outputs
+                in float64 equal those of the eager function, and so do the outputs of an `Attending`
+    each call   rows sum to one (to less with a sink), no causal query sees a later key, outputs are finite
+    each run    every attention module that was entered made a call, up to where the visitor stopped the run
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ Visit = Callable[[Call], object]
 
 
 class Attending(ABC):
-    """Whoever computes the weights of a call in any case, and can give the model its outputs on the way."""
+    """Computes the outputs of a call in place of heedful's softmax, for code that needs the weights anyway."""
 
     @abstractmethod
     def attend(self, call: Call) -> tuple[Tensor, Tensor] | None:
-        """The outputs (b, h, n, e) of a call, in its precision, and (b, h, n, 2) what `checks.check_call` asks of its
-        weights. None: leave this one to heedful's softmax.
+        """The outputs (b, h, n, e) of a call in its precision, and the products (b, h, n, 2) that `checks.check_call`
+        needs. None: let heedful's softmax compute this call.
         """
 
 
 class Enough(Exception):
-    """Raised by a visitor that has seen what it wanted: the rest of the model is not run."""
+    """Raised by a visitor to stop the forward pass."""
 
 
 class Probe:
     """Runs a model and shows each of its attention calls to a visitor.
 
-    The model is left as it was found. Inputs are what the model takes by name; `attention_mask` (and
-    `decoder_attention_mask`) tell padding. See `heedful.hf.load` for a model.
+    The model is left unchanged. Inputs are the model's keyword arguments; `attention_mask` (and
+    `decoder_attention_mask`) mark padding. `heedful.hf.load` loads a model.
 
-    check_tokens   so many tokens of the first inputs of each form are compared with the untouched model
+    check_tokens   number of tokens on which inputs of each new form are compared with the untouched model
     """
 
     def __init__(self, model: nn.Module, *, check_tokens: int = 256):
@@ -77,17 +77,17 @@ class Probe:
         self.check_tokens = check_tokens
         self._checked: set[tuple] = set()
         self.draws = False
-        """Whether the model draws random numbers as it runs: from seed 0, so that runs on the same inputs agree."""
+        """True if the forward pass draws random numbers. They start from seed 0, so runs on the same inputs agree."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process, perhaps on another machine, everything is checked again."""
+        """Pickle without the list of checked forms: another process, perhaps on another machine, checks again."""
         return {**vars(self), "_checked": set()}
 
     def __call__(self, inputs: Mapping[str, Any], visit: Visit, attending: Attending | None = None) -> None:
-        """Run the model on these inputs and call `visit` with each `Call`, in the order in which layers run.
+        """Run the model on these inputs and call `visit` with each `Call`, in execution order.
 
-        A visitor that raises `Enough` ends the run there. `attending` is asked for the outputs of each call before it
-        is visited; what it gives is checked as everything is, once for each class.
+        If the visitor raises `Enough`, the run ends there. `attending` may compute the outputs of each call before it
+        is visited; they are checked like heedful's own, once for each class of `attending`.
         """
         given = dict(inputs)
         _check_inputs(given)
@@ -108,7 +108,7 @@ class Probe:
         tap.check_counts()
 
     def _run(self, given: dict[str, Any], extra: dict[str, Any]) -> Any:
-        """The model's outputs. What it draws (the patches that ViTMAE leaves out) is the same in every run."""
+        """The model's outputs. Random draws (such as the patches that ViTMAE drops) are the same in every run."""
         devices = {x.device for x in self.model.parameters() if x.is_cuda}
         with torch.random.fork_rng(devices=list(devices)):
             torch.default_generator.manual_seed(0)
@@ -123,7 +123,7 @@ class Probe:
     def check(self, inputs: Mapping[str, Any], visit: Visit | None = None, attending: Attending | None = None) -> None:
         """Compare the model under the probe with the untouched model, on the first tokens of these inputs.
 
-        A visitor sees the calls on those tokens.
+        `visit` is called with the calls on those tokens.
         """
         _check_inputs(dict(inputs))
         given = _cut(dict(inputs), self.check_tokens)
@@ -161,7 +161,7 @@ class Probe:
         self._checked.add((_form(dict(inputs)), type(attending)))
 
     def _untouched(self, given: dict[str, Any], extra: dict[str, Any]) -> Any:
-        """The outputs of the model by itself. An error in it is no error of the capture."""
+        """The outputs of the model without the probe. An error here is the model's, not the probe's."""
         try:
             return self._run(given, extra)
         except MemoryError:
@@ -176,18 +176,18 @@ class Probe:
             ) from error
 
     def sees_all(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a check sees all tokens of these inputs."""
+        """True if a check covers all tokens of these inputs."""
         cut = _cut(dict(inputs), self.check_tokens)
         return all(cut[name].shape == x.shape for name, x in inputs.items() if isinstance(x, Tensor))
 
 
 def probe(model: nn.Module, inputs: Mapping[str, Any], visit: Visit, *, check_tokens: int = 256) -> None:
-    """Run a model once and call `visit` with each of its attention calls; for many inputs make a `Probe`."""
+    """Run a model once and call `visit` with each of its attention calls. For many inputs, make a `Probe`."""
     Probe(model, check_tokens=check_tokens)(inputs, visit)
 
 
 def _joined(halves: dict[str, list[Call]], name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """What a module of differential heads has joined from the outputs of its calls, which are forgotten."""
+    """Check what a module with differential heads joined from the outputs of its calls, and drop these calls."""
     calls = halves.pop(name, None)
     if calls:
         differential.compare(calls, args[0])
@@ -210,7 +210,7 @@ def _check_inputs(inputs: dict[str, Any]) -> None:
 
 
 def _form(inputs: dict[str, Any]) -> tuple:
-    """What decides which paths a model takes: the names of its inputs, and where the padding is."""
+    """What decides the code path of a model: the names of its inputs, and where the padding is."""
 
     def padding(value: object) -> str:
         if not isinstance(value, Tensor) or value.ndim != 2:
@@ -224,7 +224,7 @@ def _form(inputs: dict[str, Any]) -> tuple:
 
 
 def _cut(inputs: dict[str, Any], length: int) -> dict[str, Any]:
-    """At most `length` tokens of each text: the last ones where padding is on the left."""
+    """At most `length` tokens of each text: the last ones if padding is on the left."""
     cut = dict(inputs)
     for prefix in ("", "decoder_"):
         mask = inputs.get(prefix + "attention_mask")
@@ -246,7 +246,7 @@ def _cut_tokens(value: Tensor, name: str, kept: slice) -> Tensor:
 
 
 def _sparing(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Options that keep a forward pass from storing what nobody asked for."""
+    """Options that keep a forward pass from storing unused outputs."""
     known = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "logits_to_keep": 1}
     accepted = {name: value for name, value in wanted.items() if name in known and name not in inputs}

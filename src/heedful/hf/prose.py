@@ -1,4 +1,4 @@
-"""Text for a scan, and a model's inputs from it."""
+"""Texts for a scan, and the inputs of a model made from a text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def passages() -> tuple[str, ...]:
 
 
 def longest(model: nn.Module) -> int | None:
-    """How many tokens the positions of a model reach; None where nothing bounds them.
+    """The largest number of tokens that a model has positions for; None if there is no limit.
 
-    Models with learned positions fail beyond; those with rotary ones run, outside of what they were trained on.
+    Beyond it, models with learned positions fail; models with rotary positions run, outside their training range.
     """
     config = getattr(model, "config", None)
     sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
@@ -37,7 +37,7 @@ def longest(model: nn.Module) -> int | None:
     if not known:
         return None
     shifted = getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
-    return min(known) - 2 * shifted  # their positions count from the padding token's id plus one
+    return min(known) - 2 * shifted  # their positions start at padding_idx + 1
 
 
 def check_reach(model: nn.Module, length: int, *, beyond: bool = False) -> None:
@@ -57,9 +57,9 @@ def check_reach(model: nn.Module, length: int, *, beyond: bool = False) -> None:
 
 
 def unknown_share(tokenizer: Any, ids: Tensor) -> float:
-    """The share of tokens that stand for what a tokenizer does not know, among those that stand for text.
+    """The share of unknown tokens among the tokens of a text.
 
-    Neither special tokens around a text count nor blanks: SentencePiece puts one before each word, known or not.
+    Special tokens and blanks do not count: SentencePiece puts a blank before each word, known or not.
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or not ids.numel():
@@ -74,7 +74,7 @@ def unknown_share(tokenizer: Any, ids: Tensor) -> float:
 def decoder_start(model: nn.Module) -> int:
     """The token that a decoder reads first: decoder_start_token_id, else bos_token_id, else pad_token_id.
 
-    The model's configuration is asked first, then that of its generation, then that of its decoder.
+    Looked up in the model's configuration, then in its generation configuration, then in its decoder's.
     """
     config: Any = getattr(model, "config", None)
     asked = (config, getattr(model, "generation_config", None), getattr(config, "decoder", None))
@@ -91,7 +91,7 @@ def decoder_start(model: nn.Module) -> int:
 
 
 def check_reads_tokens(model: nn.Module) -> None:
-    """Refuse text for a model that reads images or sound."""
+    """Raise `Refused` if a model reads images or sound instead of tokens."""
     takes = getattr(model, "main_input_name", "input_ids")
     if takes != "input_ids":
         raise Refused(
@@ -101,7 +101,7 @@ def check_reads_tokens(model: nn.Module) -> None:
 
 
 def check_ids(model: nn.Module, ids: Tensor, tokenizer: Any = None) -> None:
-    """Refuse tokens that a model has no embedding for."""
+    """Raise `Refused` if a model has no embedding for some of the tokens."""
     table = getattr(model, "get_input_embeddings", lambda: None)()
     known = getattr(table, "num_embeddings", None) or getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(known, int) or (int(ids.min()) >= 0 and int(ids.max()) < known):
@@ -115,7 +115,7 @@ def check_ids(model: nn.Module, ids: Tensor, tokenizer: Any = None) -> None:
 
 
 def with_decoder(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same inputs; where the model has a decoder, it reads the same text, one token later."""
+    """The inputs, with decoder inputs added if the model has a decoder: the same text, shifted by one token."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return inputs
     ids = inputs["input_ids"]
@@ -126,11 +126,11 @@ def with_decoder(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tenso
 def encode(
     model: nn.Module, tokenizer: Any, text: str, length: int | None = None, *, beyond: bool = False
 ) -> dict[str, Tensor]:
-    """The inputs of one text: its first `length` tokens, special ones included; all that the model reaches by default.
+    """The inputs of one text: its first `length` tokens, special ones included; by default as many as the model takes.
 
-    A text of fewer tokens is refused where `length` is given, because what is measured depends on it. A model with a
-    decoder reads the same text on both sides. `beyond` lets a model with rotary positions read further than it was
-    trained to.
+    If `length` is given, a text with fewer tokens is refused, because the measures depend on length. A model with a
+    decoder reads the same text on both sides. `beyond` allows more tokens than a model with rotary positions was
+    trained on.
     """
     check_reads_tokens(model)
     if tokenizer is None:

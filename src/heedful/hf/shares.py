@@ -1,7 +1,7 @@
-"""Attention over what a store holds: the heads of a layer whose keys lie in it.
+"""Attention over a key store, for the heads of a layer whose keys are in it.
 
-A step (one new token) runs all heads of a store's groups as the rows of one call of torch's fused kernel, on the buffer
-as it lies; a head of another mechanism is left out afterwards. A chunk (several) goes through the mechanism's own
+A step (one new token) runs all heads of the store's groups in one call of torch's fused kernel, directly on the buffer;
+outputs of heads that belong to another mechanism are dropped. A chunk (several new tokens) uses the mechanism's own
 fast path, on the keys in order.
 """
 
@@ -26,12 +26,12 @@ from heedful.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Own:
-    """The heads of one part in a share: where they are in the layer, and among the heads of the share."""
+    """The heads of one part in a share: their indices in the layer, and among the heads of the share."""
 
     part: Part
     index: HeadIndex
     inside: Part
-    """The same mechanism, its heads counted among those of the share."""
+    """The same mechanism, with heads indexed inside the share."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Share:
-    """A store, the heads of its groups, and the parts that have some of them."""
+    """A store, the heads of its groups, and the parts that these heads belong to."""
 
     store: FullStore | RingStore
     heads: tuple[int, ...]
@@ -49,7 +49,7 @@ class Share:
     def attend(
         self, bound: dict[str, Mechanism], q: Tensor, k: Tensor, v: Tensor, setting: Setting, tokens: Tokens
     ) -> list[tuple[HeadIndex, Float[Tensor, "b h n e"]]]:
-        """The outputs of each part, and the new tokens written; q, k and v are those of the whole layer."""
+        """Write the new tokens and return the outputs of each part; q, k and v are those of the whole layer."""
         store = self.store
         q, new_k, new_v = take(q, 1, self.heads), take(k, 1, store.groups), take(v, 1, store.groups)
         if tokens.new == 1:
@@ -68,7 +68,7 @@ class Share:
         return outs
 
     def _setting(self, setting: Setting, ids: Int[Tensor, "b 1 l"] | None) -> Setting:
-        """What the module brings, for the heads of this share."""
+        """The module's setting, restricted to the heads of this share."""
         bias, sink = setting.bias, setting.sink
         return Setting(
             setting.scale,
@@ -82,7 +82,7 @@ class Share:
     def _step(
         self, mechanism: ScoreBase, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, setting: Setting, tokens
     ) -> Float[Tensor, "b h 1 e"]:
-        """One new token of all heads: no copy of keys, and nothing read on the host."""
+        """The outputs of all heads for one new token, without copying keys and without waiting for the device."""
         grouped = q.unflatten(1, (k.shape[1], -1))  # (b, groups, heads of a group, 1, d)
         if not isinstance(mechanism, Softmax) or setting.softcap is not None or setting.sink is not None:
             now, at = self._positions(positions, tokens, q.device)
@@ -103,30 +103,30 @@ class Share:
         return F.scaled_dot_product_attention(grouped[..., 0, :], k, v, mask, scale=scale).flatten(1, 2).unsqueeze(2)
 
     def _visible(self, pattern: Pattern, positions: Tensor | None, tokens: Tokens, device) -> Tensor | None:
-        """(b or 1, 1, 1, places) the keys that one new token sees; None: all that are held."""
+        """The stored keys that one new token sees, (b or 1, 1, 1, places); None: all."""
         if positions is None and self._holds_just(pattern):
             return None
         now, at = self._positions(positions, tokens, device)
         seen = (pattern.allows(now, at) & (at >= 0))[:, None, None]
         if tokens.real is None:
             return seen
-        return seen | ~tokens.real[:, -1, None, None, None]  # a row of padding sees anything, so that it stays finite
+        return seen | ~tokens.real[:, -1, None, None, None]  # a padding row sees every key, so its output is finite
 
     def _holds_just(self, pattern: Pattern) -> bool:
-        """Whether a store without padding holds what one new token sees, and nothing else."""
+        """True if a store without padding holds exactly the keys that one new token sees."""
         if isinstance(self.store, FullStore):
             return isinstance(pattern, Causal)
         return window_of(pattern) == (self.store.before, self.store.sinks)
 
     def _positions(self, positions: Tensor | None, tokens: Tokens, device) -> tuple[Tensor, Tensor]:
-        """The position of the new token, (b or 1, 1), and of the keys that are held, (b or 1, places)."""
+        """The position of the new token, (b or 1, 1), and of the stored keys, (b or 1, places)."""
         if positions is not None and tokens.real is not None:
             return tokens.real.sum(-1, keepdim=True) - 1, positions
         at = torch.arange(tokens.total, device=device)
         if isinstance(self.store, RingStore):
             store, newest = self.store, tokens.before
             at = at[: store.size]
-            if tokens.total > store.size:  # a place of the ring holds the last token that falls on it
+            if tokens.total > store.size:  # each place of the ring holds the last token written there
                 ring = at[store.sinks :]
                 at = torch.cat([at[: store.sinks], newest - (newest - ring) % store.ring])
         return torch.full((1, 1), tokens.before, device=device), at[None]
@@ -148,7 +148,7 @@ def share(store: KeyStore, parts: Sequence[Part], bound: dict[str, Mechanism]) -
 
 
 def stores_for(parts: Sequence[Part], bound: dict[str, Mechanism], biased: bool, limit: int | None) -> list[KeyStore]:
-    """A store for each kind of context, with the groups whose heads need it. A bias is one of all tokens."""
+    """One store for each kind of context, with the groups whose heads need it. Heads with a bias need all tokens."""
     needs: dict[int, tuple[int, int] | None] = {}
     for part in parts:
         mechanism = bound[part.label]

@@ -1,11 +1,12 @@
-"""What a cache keeps for the heads of one layer: keys and values of all tokens, of a window, or a running state.
+"""Storage of a cache for the heads of one layer: keys and values of all tokens, of a window, or a running state.
 
-    all tokens   one buffer, filled in place; token t lies at place t
-    a window     the first s tokens at their places, then a ring: token t ≥ s lies at s + (t − s) mod (before + 1)
-    a state      that of the mechanism
+    all tokens   one buffer, filled in place; token t is at place t
+    a window     the first s tokens at their places, then a ring: token t ≥ s is at s + (t − s) mod (before + 1)
+    a state      the running state of the mechanism
 
-`Tokens` says which tokens a forward pass brings. Without padding every row has the same tokens at the same places,
-known on the host, so a step needs no mask. With padding each row counts its own tokens, and places hold positions.
+`Tokens` describes the new tokens of a forward pass. Without padding every row has the same tokens at the same places,
+and the CPU knows which, so a step needs no mask. With padding, each row counts its own tokens, and `places` stores
+their positions.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from heedful.mechanisms.head_index import HeadIndex
 from heedful.patterns import Pattern, Window
 from heedful.shapes import Bool, Float, Int, Tensor
 
-MARGIN = 256  # places beyond the tokens of a first forward pass, where nobody said how many will come
+MARGIN = 256  # spare places after the first forward pass, if the final length is unknown
 
 
 @dataclass
 class Tokens:
-    """The tokens of one forward pass, after `before` others.
+    """The new tokens of one forward pass, after `before` earlier ones.
 
-    real     which of all tokens so far are no padding; None where all are, as far as the host knows
-    unread   of one new token, whether it is real, where the host did not wait for the answer
+    real     True for tokens so far that are not padding; None if all are real, as far as the CPU knows
+    unread   for one new token: True if it is real, as a device tensor that the CPU has not waited for
     """
 
     before: int
@@ -44,7 +45,7 @@ class Tokens:
 
     @cached_property
     def positions(self) -> Int[Tensor, "b t"] | None:
-        """How many tokens of its row are before each; −1 for padding."""
+        """The number of real tokens before each token in its row; −1 for padding."""
         return None if self.real is None else torch.where(self.real, self.real.cumsum(-1) - 1, -1)
 
     @cached_property
@@ -75,7 +76,7 @@ class KeyStore:
 
 
 class FullStore(KeyStore):
-    """All tokens, in one buffer of `limit` places, or one that grows where no limit is known."""
+    """All tokens, in one buffer of `limit` places, or in one that grows if there is no limit."""
 
     def __init__(self, groups: tuple[int, ...], limit: int | None):
         super().__init__(groups)
@@ -92,12 +93,12 @@ class FullStore(KeyStore):
         self.v[:, :, tokens.before : tokens.total] = v
 
     def step(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b t"] | None]:
-        """Write one token, and give what is held, with positions where rows differ."""
+        """Write one token and return all keys and values, with positions if rows differ."""
         self.write(k, v, tokens)
         return *self.seen(tokens.total), tokens.positions
 
     def chunk(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b t"] | None]:
-        """The same for several tokens, with segments where there is padding."""
+        """The same for several tokens, with segments if there is padding."""
         self.write(k, v, tokens)
         return *self.seen(tokens.total), None if tokens.ids is None else tokens.ids[:, 0]
 
@@ -108,7 +109,7 @@ class FullStore(KeyStore):
 
 
 class RingStore(KeyStore):
-    """The first `sinks` tokens, and the last `before` before the newest with it."""
+    """The first `sinks` tokens, the newest token, and the `before` tokens before it."""
 
     def __init__(self, groups: tuple[int, ...], before: int, sinks: int, limit: int | None):
         super().__init__(groups)
@@ -127,9 +128,9 @@ class RingStore(KeyStore):
         self.places = None if self.places is None else change(self.places)
 
     def step(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b l"] | None]:
-        """Write one token, and give what it sees: keys, values, and their positions where rows differ.
+        """Write one token and return what it sees: keys, values, and their positions if rows differ.
 
-        The place that it takes is that of the token `before` + 1 before, which nobody sees any more.
+        It overwrites the token `before` + 1 positions earlier, which no later query sees.
         """
         self._allocate(k, v)
         assert self.k is not None and self.v is not None
@@ -141,13 +142,13 @@ class RingStore(KeyStore):
         self._spread(tokens)
         assert self.places is not None and tokens.positions is not None
         own = tokens.positions[:, -1:]
-        count = tokens.real.sum(-1, keepdim=True) - 1  # where a padding token would go: nothing is written there
+        count = tokens.real.sum(-1, keepdim=True) - 1  # last real token; rows of padding write nothing
         at = self._place_of(torch.where(own >= 0, own, count + 1))
         self._put(at, k, v, own)
         return self.k, self.v, self.places
 
     def chunk(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Int[Tensor, "b l"] | None]:
-        """Keys and values that new tokens may see, in order, with their segments. Nothing is overwritten yet."""
+        """Keys and values that new tokens may see, in order, with their segments. Does not write to the store."""
         if not tokens.before:
             return k, v, None if tokens.ids is None else tokens.ids[:, 0]
         assert self.k is not None and self.v is not None
@@ -180,7 +181,7 @@ class RingStore(KeyStore):
         new = tokens.positions[:, tokens.before :]
         last = tokens.real.sum(-1, keepdim=True) - 1
         stays = (new >= 0) & ((new < self.sinks) | (new > last - self.ring))
-        at = torch.where(stays, self._place_of(new), self.size)  # one place more for those that go nowhere
+        at = torch.where(stays, self._place_of(new), self.size)  # an extra place for tokens that are not stored
         source = torch.full((at.shape[0], self.size + 1), -1, device=at.device)
         source.scatter_(1, at, torch.arange(new.shape[1], device=at.device).expand_as(at))
         source = source[:, : self.size]
@@ -213,7 +214,7 @@ class RingStore(KeyStore):
         return [slice(0, self.sinks), slice(oldest, self.size), slice(self.sinks, oldest)]
 
     def _spans(self, before: int, total: int) -> list[tuple[slice, slice]]:
-        """Places and new tokens, as intervals: sinks, and the last `ring` others in one or two pieces."""
+        """Pairs of slices (places, new tokens): one for the sinks, one or two for the last `ring` other tokens."""
         spans = []
         if before < self.sinks:
             stop = min(self.sinks, total)
@@ -227,7 +228,7 @@ class RingStore(KeyStore):
         return spans
 
     def _spread(self, tokens: Tokens) -> None:
-        """Positions at places, from when padding is first seen: until then every row had a token at each."""
+        """Start to store a position for each place when padding first appears; before that all rows were the same."""
         if self.places is not None:
             return
         assert tokens.real is not None
@@ -239,7 +240,7 @@ class RingStore(KeyStore):
         self.places = torch.where(token >= 0, tokens.positions.gather(1, token.clamp(min=0)), -1)
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor, position: Tensor) -> None:
-        """One token of each row at its own place; rows of padding keep what they have."""
+        """Write one token per row at the row's own place; rows of padding stay unchanged."""
         assert self.k is not None and self.v is not None and self.places is not None
         real = position >= 0
         for mine, x in ((self.k, k), (self.v, v)):
@@ -249,7 +250,7 @@ class RingStore(KeyStore):
 
 
 class StateStore:
-    """The running state of a mechanism that is no cache of keys."""
+    """The running state of a recurrent mechanism."""
 
     def __init__(self, mechanism: RecurrentMechanism, index: HeadIndex):
         self.mechanism = mechanism
@@ -268,7 +269,7 @@ class StateStore:
         self.state = tree_map(changed, self.state)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
-        """Outputs of the new tokens, and the state after them; q, k and v are those of the whole layer."""
+        """Outputs for the new tokens; updates the state. q, k and v are those of the whole layer."""
         q, k, v = self.index.queries(q), self.index.keys(k), self.index.keys(v)
         if not tokens.before and tokens.new > 1:
             ids = tokens.ids if tokens.ids is None or q.ndim == 4 else tokens.ids.unsqueeze(1)
@@ -285,7 +286,7 @@ class StateStore:
         return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
 
     def replay(self, k: Tensor, v: Tensor, tokens: Tokens) -> None:
-        """The state after these tokens; what queries there were does not matter."""
+        """Advance the state over these tokens; it does not depend on the queries."""
         for at in range(tokens.new):
             real = None if tokens.real is None else tokens.real[:, : tokens.before + at + 1]
             own_k, own_v = (x[:, :, at : at + 1] for x in (k, v))
@@ -294,13 +295,13 @@ class StateStore:
 
     @staticmethod
     def _kept(real: Bool[Tensor, " b"], after: State, before: State) -> State:
-        """The new state on rows of a real token, the old one on rows of padding."""
+        """The new state for rows with a real token, the old one for rows of padding."""
 
         def choose(new, old):
             if not isinstance(new, Tensor):
                 return new
             where = real.reshape(-1, *(1,) * (max(new.ndim, 2) - 1))
-            if new.ndim < 2:  # a count that all rows shared until now
+            if new.ndim < 2:  # a count that all rows have shared so far
                 return torch.where(where, new, old)
             return torch.where(where, new, old.expand_as(new))
 
@@ -308,5 +309,5 @@ class StateStore:
 
 
 def window_of(pattern: Pattern) -> tuple[int, int] | None:
-    """How many keys before its own, and how many first ones, a query sees; None: any of them."""
+    """(before, sinks): how many keys before its own and how many first keys a query sees; None: no window."""
     return (pattern.before, pattern.sinks) if isinstance(pattern, Window) and not pattern.after else None

@@ -1,9 +1,9 @@
-"""attn_implementation="heedful": the heads of a model of transformers on the mechanisms of a plan.
+"""attn_implementation="heedful": run the heads of a transformers model on the mechanisms of a plan.
 
-Models ask `AttentionInterface` for the function that attends and `AttentionMaskInterface` for masks; both are
-registered here. Without a plan every head is exact, as under eager. `attach` gives each attention module a child
-`heedful` with the mechanisms of its heads, and the model a hook that replaces an empty `DynamicCache` by heedful's.
-Stored weights are never touched, and `detach` takes everything away again.
+Models get their attention function from `AttentionInterface` and their masks from `AttentionMaskInterface`; this module
+registers both. Without a plan every head is exact, as under eager. `attach` adds a child `heedful` with the mechanisms
+to each attention module, and a hook to the model that replaces an empty `DynamicCache` by heedful's. The model's
+weights stay unchanged, and `detach` removes everything again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHILD = "heedful"
 
 
 def attach(model: nn.Module, plan: Plan | None = None) -> nn.Module:
-    """Run the heads of a model on the mechanisms of a plan; gives the model back.
+    """Run the heads of a model on the mechanisms of a plan, and return the model.
 
-    plan   by default that of the configuration, config.heedful, which `save_pretrained` has kept
+    plan   by default config.heedful, the plan that `save_pretrained` stored in the configuration
 
-    The plan is checked first, and a model that it does not fit is left as it was. Training, `generate`, adapters and
-    `save_pretrained` go on as before; `heedful.hf.load` restores model and plan.
+    The plan is checked first; a model that it does not fit is left unchanged. Training, `generate`, adapters and
+    `save_pretrained` work as before; `heedful.hf.load` restores model and plan.
     """
     base = base_of(model)
     if plan is None:
@@ -71,7 +71,7 @@ def attach(model: nn.Module, plan: Plan | None = None) -> nn.Module:
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Give a model its own attention back; gives the model back."""
+    """Restore a model's own attention, and return the model."""
     base = base_of(model)
     before, handle = base.__dict__.pop("_heedful_attached", (None, None))
     if handle is not None:
@@ -87,7 +87,7 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def _use_own_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Replace an empty cache of transformers' default kind by heedful's, which frees what no head needs."""
+    """Replace an empty `DynamicCache` by heedful's cache, which frees what no head needs."""
     forget_claims()
     given = kwargs.get("past_key_values")
     if given is None:
@@ -121,7 +121,7 @@ def heedful_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What `AttentionInterface` calls: the outputs (b, n, h, e) of all heads."""
+    """The function that `AttentionInterface` calls: returns the outputs (b, n, h, e) of all heads."""
     layer = claimed(module, key)
     if dropout:
         raise Refused(
@@ -150,7 +150,7 @@ def heedful_attention(
 
 
 def _read(setting: Setting, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Put what a mask says into the setting; keys and values without places that nothing was written to."""
+    """Translate a mask into the setting; return keys and values without the unwritten places of a static cache."""
     n, m = q.shape[-2], k.shape[-2]
     request = mask.request if isinstance(mask, DeferredMask) else None
     if request is None:
@@ -164,7 +164,7 @@ def _read(setting: Setting, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
         return k, v
     setting.pattern, packed = known
     setting.shortened = offset > 0
-    if setting.pattern.is_causal and used < m:  # a static cache: later places are still empty
+    if setting.pattern.is_causal and used < m:  # static cache: later places are unwritten
         k, v, m = k[..., :used, :], v[..., :used, :], used
         if setting.bias is not None:
             setting.bias = setting.bias[..., :used]
@@ -181,14 +181,14 @@ def _read(setting: Setting, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 
 def _known(request: MaskRequest) -> tuple[Pattern, Tensor | None] | None:
-    """Pattern and packing of a mask of transformers' own, where windows of columns are windows of tokens."""
+    """Pattern and packing of one of transformers' own masks; None for others, or for a window over gaps of padding."""
     if request.read is None or (isinstance(request.read[0], Window) and request.has_gaps):
         return None
     return request.read
 
 
 def _read_unknown(setting: Setting, request: MaskRequest, n: int, m: int) -> None:
-    """A mask with a predicate of one's own, compared with patterns; a bias where none fits."""
+    """Translate a mask with a custom predicate: a pattern if one agrees with it, else a bias."""
     try:
         rule = request.rule(False, None)
     except MaskNotUnderstood as reason:
@@ -200,7 +200,7 @@ def _read_unknown(setting: Setting, request: MaskRequest, n: int, m: int) -> Non
 
 
 def _read_dense(setting: Setting, mask: Tensor | None, n: int, m: int) -> None:
-    """No mask, or one that the model or its user made: additive or boolean."""
+    """Translate no mask, or a dense mask made by the model or its user: additive or boolean."""
     if mask is None:
         return
     try:
@@ -215,7 +215,7 @@ def _read_dense(setting: Setting, mask: Tensor | None, n: int, m: int) -> None:
 
 
 def _read_cached(setting: Setting, mask: Tensor | None, layer: Any, q: Tensor, module: nn.Module) -> Any:
-    """The same where heedful's cache holds the keys: which tokens are new, and which are padding."""
+    """Translate a mask if heedful's cache holds the keys: which tokens are new, and which are padding."""
     request = mask.request if isinstance(mask, DeferredMask) else None
     padding = None
     if request is not None and request.read is not None:

@@ -1,6 +1,7 @@
-"""Heedful's function in transformers' interfaces, for the length of one forward pass.
+"""Register heedful's attention function in transformers' interfaces for one forward pass.
 
-The model is left as it was found: hooks, dropout and the names of its attention implementation go back, on errors too.
+Afterwards the model is as before, also after an error: hooks, dropout and the names of its attention implementation are
+restored.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Own:
         self.module, self.tensors, self.mask, self.options = module, tensors, mask, options
 
     def __call__(self) -> tuple[Tensor, Tensor | None]:
-        """Output (b, n, h, e), and the weights that the function reports."""
+        """Output (b, n, h, e), and the weights that the function returns."""
         return self._run(*self.tensors, self.options)
 
     def exactly(self) -> tuple[Tensor, Tensor]:
         """Output (b, h, n, e) and weights (b, h, n, m) in float64, by one run on [values, identity].
 
-        The weights are the output for values that are the identity: what the function does to values, which need not be
-        what it reports (some apply a sink after the weights they report).
+        The output for identity values is the weight matrix that the function applies. It can differ from the weights
+        that the function returns (some apply a sink afterwards).
         """
         q, k, v = (x.double() for x in self.tensors)
         options = {name: x.double() if _is_float(x) else x for name, x in self.options.items()}
@@ -143,7 +144,7 @@ class Tap:
         return self.attend(call, Own(module, (q, k, v), mask, options))
 
     def _again(self, name: str, q: Tensor, k: Tensor) -> bool:
-        """Whether this module, since it was entered, has called with these queries and keys before."""
+        """True if this module has already made a call with these queries and keys since it was entered."""
         known = self.pairs.get(name)
         if known is None:
             return False
@@ -152,7 +153,7 @@ class Tap:
         return found
 
     def _padding(self, batch: int, n: int, m: int, crosses: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Which queries and keys are real, where the inputs have a mask of the right size."""
+        """Which queries and keys are real; None if the inputs have no mask of the right size."""
 
         def mask(name: str, length: int) -> Tensor | None:
             given = self.inputs.get(name)
@@ -184,7 +185,7 @@ def _scale(scaling: object, q: Tensor, name: str) -> float:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are one memory."""
+    """True if two tensors are the same memory."""
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
@@ -194,11 +195,11 @@ def _on(segments, device: torch.device):
     return tuple(x.to(device) for x in segments) if isinstance(segments, tuple) else segments.to(device)
 
 
-_taps: dict[int, Tap] = {}  # by id of the module that calls, so that models in other threads keep to themselves
+_taps: dict[int, Tap] = {}  # by id of the calling module, so models in other threads do not interfere
 
 
 def _registered(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options):
-    """What `AttentionInterface` calls. All options go on to the module's own eager function when it is asked."""
+    """The function that `AttentionInterface` calls. `Own` passes all options on to the module's eager function."""
     return _taps[id(module)].call(module, query, key, value, attention_mask, options)
 
 
@@ -207,7 +208,7 @@ AttentionMaskInterface.register(NAME, deferred_mask)
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every configuration that modules of the model hold, with those inside."""
+    """All configurations that modules of the model hold, including nested ones."""
     found: dict[int, PreTrainedConfig] = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:

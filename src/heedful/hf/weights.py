@@ -1,9 +1,10 @@
-"""Do the stored weights fit the model? A weight that is missing is drawn at random, and so is what it would measure.
+"""Check that the stored weights fit the model. A missing weight would be random, and so would every measure of it.
 
-before    every weight file is whole, and its numbers are of a kind that the model takes
-after     missing, mismatched     refused, unless the weight acts behind the last attention call: a task head, a pooler
-          unexpected              refused, unless it is of a head that this model lacks
-          a known prefix          removed from all names, where nothing else is wrong
+before loading    every weight file is complete, and its dtypes fit the model
+after loading     missing, mismatched     refused, unless the weight acts after the last attention call: a task head,
+                                          a pooler
+                  unexpected              refused, unless it belongs to a task head that this model lacks
+                  a known prefix          removed from all names, if nothing else is wrong
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from torch import nn
 from heedful.hf.modules import Refused, asks_interface, attends_by_itself
 
 PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
-"""Put before all names by data parallelism, torch.compile, DeepSpeed, Lightning."""
+"""Prefixes that data parallelism, torch.compile, DeepSpeed and Lightning put before all names."""
 BUFFERS = ("position_ids", "masked_bias", "inv_freq", "num_batches_tracked")
-"""Old models stored these; they are no weights."""
+"""Buffers that old models stored; they are not weights."""
 SHOWN = 4
 WHOLE = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What happened when a model was loaded, beside reading its weights.
+    """Remarkable facts about how a model was loaded.
 
-    prefix      removed from the names of all stored weights; "" where none was
-    named       the architecture of config.json, where transformers has no model of this name
-    read_as     the class that was taken in its place
-    random      weights that enter attention and were drawn at random, because `allow_random` asked for it
-    left_out    stored weights of the part that attends which the model does not take, let pass by `allow_random`
-    unread      why the tokenizer that came with the model can't be read; "" where it can, or where there is none
+    prefix      prefix removed from the names of all stored weights; "" if none
+    named       the architecture in config.json, if transformers has no model of this name
+    read_as     the class that was used instead
+    random      weights that affect attention and are random, permitted by `allow_random`
+    left_out    stored weights of the attending part that the model does not use, permitted by `allow_random`
+    unread      why the model's tokenizer can't be read; "" if it can, or if there is none
     """
 
     prefix: str = ""
@@ -49,7 +50,7 @@ class Loaded:
     unread: str = ""
 
     def described(self) -> dict[str, Any]:
-        """For a manifest; empty where there is nothing to say."""
+        """These facts for a manifest; empty if there are none."""
         found: dict[str, Any] = {"prefix": self.prefix} if self.prefix else {}
         found |= {"named": self.named, "read_as": self.read_as} if self.named else {}
         for name, weights in (("random", self.random), ("left_out", self.left_out)):
@@ -65,7 +66,7 @@ def remember(model: nn.Module, loaded: Loaded) -> None:
 
 
 def loaded(model: nn.Module) -> Loaded:
-    """What is known of how a model was loaded; nothing of one that `load` did not load."""
+    """How a model was loaded; all fields empty if `load` did not load it."""
     return _loaded.get(model, Loaded())
 
 
@@ -80,11 +81,11 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(found[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-# ---- before
+# ---- before loading
 
 
 def check_files(name: str, folder: Path) -> dict[str, str]:
-    """How each weight in the safetensors of a folder is stored; refused where a file is not whole."""
+    """The stored dtype of each weight in the safetensors files of a folder; refuses incomplete files."""
     kinds: dict[str, str] = {}
     for path in _files(name, folder):
         try:
@@ -121,7 +122,7 @@ def _files(name: str, folder: Path) -> list[Path]:
 
 
 def check_kinds(name: str, kinds: Mapping[str, str], model: nn.Module) -> None:
-    """Refuse whole numbers where the model has fractions: weights that were quantised, without their scales."""
+    """Refuse integers for floating-point weights: these were quantised, and the scales are missing."""
     own = {key for key, x in model.state_dict().items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     whole = [key for key, kind in kinds.items() if kind in WHOLE and any(_same(key, each) for each in own)]
     if whole:
@@ -132,28 +133,28 @@ def check_kinds(name: str, kinds: Mapping[str, str], model: nn.Module) -> None:
 
 
 def _same(stored: str, own: str) -> bool:
-    """Whether two names are one but for a prefix."""
+    """True if two names are equal up to a prefix."""
     return f".{stored}".endswith(f".{own}") or f".{own}".endswith(f".{stored}")
 
 
-# ---- after
+# ---- after loading
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the stored weights lack and have too much, harmless things left out. Sentences, and the names in them."""
+    """Missing, mismatched and unexpected weights, without the harmless ones; `sentences` describes them."""
 
     missing: tuple[str, ...]
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     unexpected: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        """Whether they fit."""
+        """True if the weights fit."""
         return not (self.missing or self.mismatched or self.unexpected)
 
     @property
     def random(self) -> tuple[str, ...]:
-        """Weights of the model for which there is nothing stored."""
+        """Weights of the model that are not stored, so they are random."""
         return (*self.missing, *(key for key, _, _ in self.mismatched))
 
     def sentences(self) -> str:
@@ -169,7 +170,7 @@ class Fit:
 
 
 def fit(model: nn.Module, info: Mapping[str, Any]) -> Fit:
-    """Judge what transformers says of loading (`output_loading_info`)."""
+    """Judge transformers' report about loading (`output_loading_info`)."""
     parts = _Parts(model)
     return Fit(
         tuple(sorted(key for key in info["missing_keys"] if parts.enters(key))),
@@ -179,12 +180,12 @@ def fit(model: nn.Module, info: Mapping[str, Any]) -> Fit:
 
 
 def _of_plan(key: str, model: nn.Module) -> bool:
-    """Whether a stored weight is that of a mechanism that a plan gives to a layer."""
+    """True if a stored weight belongs to a mechanism that a plan assigns to a layer."""
     return ".heedful." in key and bool(getattr(getattr(model, "config", None), "heedful", None))
 
 
 def restore_mechanisms(name: str, folder: Path, model: nn.Module) -> None:
-    """Read what the mechanisms of an attached model have learned."""
+    """Load the stored parameters of the mechanisms of an attached model."""
     own = {key: x for key, x in model.state_dict().items() if ".heedful." in key}
     stored: dict[str, torch.Tensor] = {}
     for path in _files(name, folder) if own else []:
@@ -196,7 +197,7 @@ def restore_mechanisms(name: str, folder: Path, model: nn.Module) -> None:
 
 
 def known_prefixes(info: Mapping[str, Any]) -> list[str]:
-    """Known prefixes that stand before the names of all stored weights, one after the other.
+    """Known prefixes that all stored names start with: each is the one before plus one more known prefix.
 
     >>> known_prefixes({"missing_keys": {"a"}, "unexpected_keys": {"module._orig_mod.a"}})
     ['module.', 'module._orig_mod.']
@@ -212,7 +213,7 @@ def known_prefixes(info: Mapping[str, Any]) -> list[str]:
 
 
 class _Parts:
-    """Which weights of a model, by their names, act before an attention call or in one."""
+    """Decides, by names, which weights of a model act in or before an attention call."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -224,7 +225,7 @@ class _Parts:
         self.output = next((name for name, module in model.named_modules() if module is output), None)
 
     def enters(self, key: str) -> bool:
-        """Whether a weight of the model may change what an attention call sees."""
+        """True if a weight of the model may change the inputs or weights of an attention call."""
         if self.output is not None and key.startswith(f"{self.output}."):
             return False
         parts = key.split(".")
@@ -234,7 +235,7 @@ class _Parts:
         return self._attend(parts[0]) if outside else True
 
     def belongs(self, key: str) -> bool:
-        """Whether a stored weight that the model does not take is of the part of it that attends."""
+        """True if a stored weight that the model does not use belongs to the attending part."""
         parts = key.removeprefix(f"{self.prefix}.").split(".")
         if parts[-1] in BUFFERS:
             return False
@@ -242,7 +243,7 @@ class _Parts:
         return parts[0] in self.inside or bool(names & set(parts))
 
     def _attend(self, name: str) -> bool:
-        """Whether this module or one inside it attends."""
+        """True if this module or a submodule attends."""
         return any(each == name or each.startswith(f"{name}.") for each in self.attention)
 
 

@@ -1,4 +1,4 @@
-"""LaTeX formulas as MathML for a page, and as one line of text for a terminal. README.md says how."""
+"""Convert LaTeX formulas to MathML for a page, and to one line of text for a terminal. See README.md."""
 
 from heedful.latex.mathml import to_mathml
 from heedful.latex.text import to_text

@@ -1,13 +1,11 @@
-r"""LaTeX to MathML, which browsers set by themselves. `text` makes a line for a terminal of the same tree.
+r"""Convert LaTeX to MathML, which browsers render themselves. `text` makes a line for a terminal from the same tree.
 
-The part of LaTeX that formulas are written in: letters, Greek, relations, arrows, \frac, \sqrt, scripts, \sum and \lim
+Supports the part of LaTeX used in formulas: letters, Greek, relations, arrows, \frac, \sqrt, scripts, \sum and \lim
 with their limits, accents, \left … \right, \text, \operatorname, \mathrm and the other alphabets, cases, matrices,
-aligned. What is not known is an error that names it, never something that looks like mathematics and is not what was
-written.
+aligned. An unknown command is an error that names it; the converter never guesses.
 
-A converter of our own, because what general ones give needs mending nearly everywhere before browsers set it well
-(limits beside ∑, names in italics, a wide gap around a transpose) and because the
-terminal shall say the same as the page.
+Why not a general converter: their output needs fixes nearly everywhere before browsers render it well (limits beside ∑,
+names in italics, a wide gap around a transpose), and terminal and page must show the same formula.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ FENCES = {"pmatrix": "()", "bmatrix": "[]", "vmatrix": "||", "Vmatrix": "‖‖"
 ENVIRONMENTS = {*FENCES, "matrix", "smallmatrix", "aligned", "align*", "gathered", "array", "split"}
 THIN = "0.167em"
 
-# What an element is in a formula; it decides the room around its neighbours.
+# The role of an element in a formula; it decides the space around its neighbours.
 ORD, OP, BIN, REL, OPEN, CLOSE, BAR, PUNCT, SPACE = "ord", "op", "bin", "rel", "open", "close", "bar", "punct", "space"
 
 
 @cache
 def to_mathml(latex: str) -> str:
-    r"""A displayed formula.
+    r"""Convert a formula to a displayed MathML element.
 
     >>> to_mathml(r"\operatorname{rank}A\le d")
     '<math display="block"><mrow><mi>rank</mi><mspace width="0.167em" /><mi>A</mi><mo>≤</mo><mi>d</mi></mrow></math>'
 
-    Raises ValueError where it holds a command that is not known, or ends too early.
+    Raises ValueError for an unknown command, or if the formula ends too early.
     """
     root = Element("math", display="block")
     root.append(_plain(parse(latex)))
@@ -54,7 +52,7 @@ def to_mathml(latex: str) -> str:
 
 
 def parse(latex: str) -> Element:
-    """A formula as a tree of MathML, whose elements still say what they are to their neighbours (`is`)."""
+    """Parse a formula into a MathML tree; the attribute `is` of each element holds its role, used for spacing."""
     parser = _Parser(latex)
     row = parser.row(())
     if parser.token:
@@ -63,7 +61,7 @@ def parse(latex: str) -> Element:
 
 
 def _plain(element: Element) -> Element:
-    """Without the marks that spacing went by."""
+    """Remove the `is` attributes, which are needed only for spacing."""
     for one in element.iter():
         one.attrib.pop("is", None)
     return element
@@ -82,7 +80,7 @@ def _tree(tag: str, *children: Element, is_: str = ORD, **attributes: str) -> El
 
 
 def _row(children: list[Element]) -> Element:
-    """One element for several, with the room between them that mathematics has."""
+    """Join several elements into one, with the usual mathematical spacing."""
     spaced: list[Element] = []
     for place, child in enumerate(children):
         before = children[place - 1].get("is") if place else None
@@ -90,7 +88,7 @@ def _row(children: list[Element]) -> Element:
         if (kind == OP and before in (ORD, CLOSE)) or (before == OP and kind in (ORD, OP)):
             spaced.append(_leaf("mspace", "", SPACE, width=THIN))
         if kind == BIN and before in (None, BIN, REL, OPEN, PUNCT, OP) and child.tag == "mo":
-            child.set("form", "prefix")  # a sign, not a difference
+            child.set("form", "prefix")  # a sign, not a subtraction
             child.set("is", ORD)
         spaced.append(child)
     return spaced[0] if len(spaced) == 1 else _tree("mrow", *spaced)
@@ -106,7 +104,7 @@ class _Parser:
 
     @property
     def token(self) -> str:
-        """The one to be read, "" at the end; blanks mean nothing."""
+        """The next token, "" at the end; skips blanks."""
         while self.at < len(self.tokens) and self.tokens[self.at].isspace():
             self.at += 1
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -125,7 +123,7 @@ class _Parser:
         raise ValueError(f"formula {self.latex!r}: {why}.")
 
     def raw(self) -> str:
-        """What stands between braces, as it was written; blanks count."""
+        """The raw text between braces, blanks included."""
         self.expect("{")
         depth = 1
         found: list[str] = []
@@ -141,7 +139,7 @@ class _Parser:
     # ── rows and atoms
 
     def row(self, ends: tuple[str, ...]) -> Element:
-        """Atoms with their scripts, up to one of `ends`, which is left to be read."""
+        """Parse atoms with their scripts up to one of `ends`, which is not consumed."""
         found: list[Element] = []
         while self.token and self.token not in ends and self.token not in ("}", r"\right", r"\end"):
             if self.token in ("^", "_", "'"):
@@ -154,7 +152,7 @@ class _Parser:
         return _row(found)
 
     def group(self) -> Element:
-        """What a command takes: braces, or a single atom."""
+        """Parse the argument of a command: braces, or a single atom."""
         if self.token == "{":
             self.take()
             inside = self.row(())
@@ -162,7 +160,7 @@ class _Parser:
             return inside
         if not self.token:
             self.fail("it ends where something is expected")
-        if len(self.token) > 1 and self.token[0].isdigit():  # without braces a single digit is meant
+        if len(self.token) > 1 and self.token[0].isdigit():  # without braces, the argument is a single digit
             self.tokens[self.at : self.at + 1] = [self.token[0], self.token[1:]]
         found = self.atom()
         if found is None:
@@ -190,7 +188,7 @@ class _Parser:
 
     def script(self) -> Element:
         found = self.group()
-        if found.tag == "mo":  # alone in a script it has no room around it
+        if found.tag == "mo":  # no space around an operator alone in a script
             found.attrib.update(lspace="0", rspace="0")
         return found
 
@@ -334,7 +332,7 @@ class _Parser:
         return _tree("mroot", self.group(), index)
 
     def upright(self, name: str) -> Element:
-        r"""A word; after \operatorname, and where it has several letters, it acts as a function does."""
+        r"""A word. After \operatorname, or if it has several letters, it is spaced like a function."""
         text = self.raw() if self.token == "{" else self.take()
         text = re.sub(r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", text)
         text = text.replace(r"\,", "\u2009").replace(r"\ ", " ").replace("\\_", "_").strip()

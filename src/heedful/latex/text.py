@@ -1,4 +1,4 @@
-"""Formulas in one line of plain text, for a terminal: from LaTeX, by the tree that MathML is made of."""
+"""Convert LaTeX formulas to one line of plain text for a terminal, from the same tree as MathML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMBINING = {"^": "\u0302", "~": "\u0303", "¯": "\u0304", "→": "\u20d7", "˙"
 
 @cache
 def to_text(latex: str) -> str:
-    r"""A formula in one line.
+    r"""A formula as one line of text.
 
     >>> to_text(r"\sigma_2=\frac{e^b-1}{e^b+N-1}\le\sqrt{d_k}")
     'σ₂ = (eᵇ − 1)/(eᵇ + N − 1) ≤ √(dₖ)'
@@ -71,7 +71,7 @@ def _said_operator(element: Element) -> str:
 
 
 def _closed(text: str) -> str:
-    """In brackets, unless it is one word."""
+    """The text in brackets, unless it is one word."""
     text = text.strip()
     whole = re.fullmatch(r"[\w.∞…]+", text) and not re.search(r"[₀-₉ₐ-ₜ⁰-ⁿ]", text)
     return text if whole else f"({text})"

@@ -1,10 +1,10 @@
-"""Reports: the records of a scan in, one self-contained HTML file out.
+"""Reports: turn the records of a scan into one self-contained HTML file.
 
     write(scan, "report.html")                      one model
     write(scan, "report.html", against=other)       two, paired text by text
 
-A report is a pure function of records: nothing is measured here. The page is made of `shell` (what every page of
-heedful has), `words` (the answer), `data` (numbers and pictures, made small) and the scripts in `assets`, which draw.
+A report is a pure function of records: nothing is measured here. The page consists of `shell` (the parts common to all
+pages of heedful), `words` (the answer), `data` (compact numbers and pictures) and the scripts in `assets`, which draw.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def write(scan: Records, path: str | Path, *, against: Records | None = None, language: str = "en") -> Path:
-    """Write the report of a scan as one HTML file, whole or not at all, in both languages; `language` shows first."""
+    """Write the report of a scan as one HTML file, atomically, in both languages; `language` is shown first."""
     from heedful.report.page import html
 
     path = Path(path)

@@ -1,8 +1,7 @@
 """The theory book: every claim with its formula, its verdict and the numbers behind it, on one page in two languages.
 
-It is made of records as `heedful theory --json` prints them (`heedful/theory/records.py` says what is in one) and knows
-nothing of how they came about. Formulas are MathML, plots are SVG; a font for mathematics comes with the page, since
-without one browsers leave out roots and stretch no brackets.
+Made only from records, as `heedful theory --json` prints them (defined in `heedful/theory/records.py`). Formulas are
+MathML, plots are SVG. The page embeds a mathematics font: without one, browsers omit roots and do not stretch brackets.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ VERDICTS: dict[str, tuple[str, Said]] = {
     "FAILS": ("✗", {"en": "Fails", "zh": "不成立"}),
     "UNDECIDED": ("?", {"en": "Undecided", "zh": "未定"}),
 }
-"""A sign and a word for each, so that none is told by its colour alone."""
+"""A sign and a word for each verdict, so that none depends on colour alone."""
 
 KINDS: dict[str, Said] = {
     "exact": {"en": "exact", "zh": "精确"},
@@ -58,7 +57,7 @@ BECAUSE: dict[str, Said] = {
         "zh": "耗时较长，本书未运行；heedful theory --all 会运行它。",
     },
 }
-"""Reasons that the judge gives in every chapter; a check's own are told as they are."""
+"""Translations of the judge's reasons; a check's own reasons are shown unchanged."""
 
 TITLE = {"en": "The theory of attention, put to the test", "zh": "注意力理论的逐条检验"}
 
@@ -66,11 +65,11 @@ TITLE = {"en": "The theory of attention, put to the test", "zh": "注意力理�
 def book(
     records: Sequence[Record], chapters: Sequence[Mapping[str, Any]], *, made: str = "", language: str = "en"
 ) -> str:
-    """One HTML page.
+    """The book as one HTML page.
 
-    records    in the order of the texts
-    chapters   {name, title: {en, zh}, text}, in order; those without a record are left out
-    made       by what and when, for the foot of the page
+    records    records in the order of the texts
+    chapters   {name, title: {en, zh}, text}, in order; chapters without a record are left out
+    made       which version made it and when, for the footer
     """
     present = [one for one in chapters if any(record["chapter"] == one["name"] for record in records)]
     body = [
@@ -94,7 +93,7 @@ def _font() -> str:
 
 
 def anchor(claim: str) -> str:
-    """An id that can stand in an address: no blanks."""
+    """An id without blanks, for use in a URL."""
     return re.sub(r"\s+", "_", claim)
 
 
@@ -103,7 +102,7 @@ EXPONENT = re.compile(r"(?<=[\w)\]|‖>])\^(\{[^{}]*\}|\([^()]*\)|[−-]?(?:\([^
 
 
 def typeset(text: str) -> str:
-    """Escaped text with its indices lowered and its exponents raised; names in code stay as they are.
+    """Escaped HTML with subscripts and superscripts; names in code stay unchanged.
 
     >>> typeset("|A_ij| < e^{-x} in R^d, q_proj, S_exp"), typeset("k^(a−1) W_Kᵀ, x^−0.5")
     ('|A<sub>ij</sub>| &lt; e<sup>-x</sup> in R<sup>d</sup>, q_proj, S<sub>exp</sub>',
@@ -118,7 +117,7 @@ def _without_brackets(text: str) -> str:
 
 
 def _prose(text: Said) -> str:
-    """What `say` does, for sentences with mathematics in them."""
+    """Like `say`, for sentences with mathematics."""
     return "".join(f'<span lang="{code}">{typeset(text[code])}</span>' for code in shell.LANGUAGES)
 
 
@@ -295,7 +294,7 @@ def _claim(record: Record) -> str:
 
 
 def _content(record: Record) -> str:
-    """What a claim and a corrected form have alike."""
+    """The parts that a claim and a corrected form have in common."""
     parts = [f'<p class="statement">{_prose(record["statement"])}</p>', _formula(record["formula"])]
     if record["condition"]:
         parts.append(f'<p class="condition"><b>{_t("When", "条件")}</b> {_prose(record["condition"])}</p>')
@@ -328,7 +327,7 @@ def _formula(latex: str) -> str:
         return ""
     try:
         return f'<div class="formula" tabindex="0">{to_mathml(latex)}</div>'
-    except ValueError:  # shown as it was written, rather than not at all
+    except ValueError:  # show the LaTeX source instead
         return f'<div class="formula" tabindex="0"><code>{escape(latex)}</code></div>'
 
 
@@ -351,7 +350,7 @@ def _evidence(record: Record) -> str:
 
 
 def _group(title: str, evidence: Mapping[str, Any], outcome: str, kind: str) -> str:
-    """A heading and a row for each number; `title` and `outcome` are HTML."""
+    """Table rows: a heading, and one row for each number; `title` and `outcome` are HTML."""
     rows = []
     for one in evidence["comparisons"]:
         told = ("✓", _t("holds", "成立")) if one["holds"] else ("✗", _t("does not hold", "不成立"))

@@ -1,7 +1,7 @@
-"""What a page needs of a scan, as plain data: columns of numbers, short texts for spectra and pictures.
+"""The data of a scan that a page needs: columns of numbers, and short strings for spectra and pictures.
 
-Numbers keep four digits, spectra the indices of a grid, pictures 64 shades: a model of 30 layers × 32 heads at four
-lengths fits into 5 MB. Where the pictures alone would take half of that, cells are pooled, and the page says so.
+Numbers have four digits, spectra the indices of a grid, pictures 64 shades: a model of 30 layers × 32 heads at four
+lengths fits into 5 MB. If the pictures alone would take half of that, cells are pooled, and the page says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heedful.report.encode import GRID, picture, short, spectrum
 from heedful.store.scans import RANK, title_of
 
 PICTURES = 2_500_000
-"""Characters that all pictures of a page may take."""
+"""Maximal number of characters for all pictures of a page."""
 KEY = ("length", "layer", "head")
 MANIFEST = ("model", "model_type", "fingerprint", "device", "versions")
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ Place = tuple[int, int]
 
 @runtime_checkable
 class Records(Protocol):
-    """What a report reads of a scan; `heedful.scan.Scan` is one."""
+    """The part of a scan that a report reads; `heedful.scan.Scan` implements it."""
 
     @property
     def manifest(self) -> Mapping[str, Any]: ...
@@ -40,7 +40,7 @@ class Records(Protocol):
 
 
 def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> dict[str, Any]:
-    """Everything that the page draws, of one scan or of two. `measures` are the columns that it has names for."""
+    """Everything that the page draws, for one scan or two. `measures` are the columns that the page has names for."""
     scans = [scan] if against is None else [scan, against]
     thumbnails = [each.thumbnails() for each in scans]
     shrink = _shrink(thumbnails)
@@ -48,7 +48,7 @@ def payload(scan: Records, against: Records | None, measures: Sequence[str]) -> 
     if against is None:
         return {"grid": GRID, "rank": RANK, "scans": made}
     pairs = _pairs(scan, against, made[0], measures)
-    for block, apart in zip(made[0]["blocks"], pairs, strict=True):  # what is of both models shows as any measure does
+    for block, apart in zip(made[0]["blocks"], pairs, strict=True):  # measures of ΔA are shown like all others
         block |= {name: apart.pop(name) for name in list(apart) if name.startswith("delta_")}
     return {"grid": GRID, "rank": RANK, "scans": made, "pairs": pairs}
 
@@ -75,7 +75,7 @@ def _scan(scan: Records, thumbnails: pl.DataFrame, measures: Sequence[str], shri
 
 
 def _over_heads(scan: Records, measures: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
-    """Means over heads at each length, and how they grow: the numbers of the answer, for every measure."""
+    """For every measure: means over heads at each length and their growth, as in the answer."""
     means = {name: [short(float(scan.mean(name, length).mean), 6) for length in lengths] for name in measures}
     several = measures if len(lengths) > 1 else []
     return {"means": means, "exponents": {name: short(float(scan.trend(name).mean), 6) for name in several}}
@@ -86,19 +86,19 @@ def _of_length(thumbnails: pl.DataFrame, length: int) -> pl.DataFrame:
 
 
 def _tokens(manifest: Mapping[str, Any], lengths: Sequence[int]) -> list[list[str]]:
-    """The tokens of the pictures at each length. A text that was read whole has one length, its own."""
+    """The tokens of the pictures at each length. A text read whole has a single length."""
     found = manifest.get("thumbnail_tokens") or {}
     whole = not manifest.get("lengths")
     return [next(iter(found.values()), []) if whole else found.get(str(length), []) for length in lengths]
 
 
 def _seconds(table: pl.DataFrame) -> float:
-    """All of the measuring: means over texts, times texts."""
+    """Total measuring time: means over texts, times the number of texts."""
     return float(table.select((pl.col("seconds") * pl.col("texts")).sum()).item() or 0)
 
 
 def _at(table: pl.DataFrame, length: int, heads: Sequence[Place]) -> pl.DataFrame:
-    """The rows of one length in the order of the heads; one that is missing has nulls."""
+    """The rows of one length in the order of the heads; a missing row is null."""
     order = pl.DataFrame(heads, schema={"layer": pl.Int64, "head": pl.Int64}, orient="row")
     return order.join(table.filter(pl.col("length") == length), on=["layer", "head"], how="left", maintain_order="left")
 
@@ -121,7 +121,7 @@ def _columns(part: pl.DataFrame, names: Sequence[str]) -> Row:
 
 
 def _values(column: pl.Series) -> list[Any]:
-    """As JSON should have them: four digits, no fraction where there is none, null where there is no number."""
+    """Values for JSON: four significant digits, whole numbers as integers, null for non-finite numbers."""
     if not column.dtype.is_float():
         return column.to_list()
     found = column.set(~column.is_finite(), None).round_sig_figs(4).to_list()
@@ -129,16 +129,16 @@ def _values(column: pl.Series) -> list[Any]:
 
 
 def _spectrum(values: Sequence[float] | None) -> str:
-    """At the indices of the grid, and the last one."""
+    """The spectrum at the indices of the grid and at the last index, as text."""
     return spectrum([*(values[index - 1] for index in GRID if index < len(values)), values[-1]]) if values else ""
 
 
 def _pairs(scan: Records, against: Records, made: Mapping[str, Any], measures: Sequence[str]) -> list[Row]:
-    """Paired differences at each length; none where the scans share no texts, lengths or heads."""
+    """Paired differences at each length; empty if the scans share no texts, lengths or heads."""
     heads = [(layer, head) for layer, head in made["heads"]]
     try:
         table = scan.compare(against)
-    except ValueError:  # nothing shared: the page then shows differences of means, and says so
+    except ValueError:  # nothing is shared: the page shows differences of means, and says so
         return [{} for _ in made["lengths"]]
     names = [*_bounded(measures), "texts"]
     return [_columns(_at(table, length, heads), names) for length in made["lengths"]]
@@ -150,7 +150,7 @@ def _shrink(pictures: Sequence[pl.DataFrame]) -> int:
 
 
 def _pictures(frame: pl.DataFrame, heads: Sequence[Place], shrink: int) -> dict[str, Any]:
-    """For each head its scale, its cells and which of a few shapes they have; null for one without a picture."""
+    """For each head [index of its shape, scale, cells], or null without a picture; and the list of shapes."""
     found = {(row["layer"], row["head"]): _picture(row, shrink) for row in frame.iter_rows(named=True)}
     shapes: list[Row] = []
     packed: list[list[Any] | None] = []

@@ -1,9 +1,9 @@
-"""Numbers as short text: pictures by one character a cell, spectra by two a value.
+"""Encode numbers as short text: one character per cell of a picture, two per value of a spectrum.
 
-    picture     63·√(w / largest), rounded: weights span decades, and the eye sees the square root better
-    spectrum    log₁₀ σ from −8 to 4 in 4096 steps (0.7 % a step), at the indices of GRID alone
+    picture     63·√(w / largest), rounded: weights span decades, and the square root shows small ones
+    spectrum    log₁₀ σ from −8 to 4 in 4096 steps (0.7 % each), only at the indices of GRID
 
-The alphabet is that of base64, so nothing needs an escape in JSON.
+The alphabet is base64, so JSON needs no escapes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MISSING = ".."
 LEAST, MOST, STEPS = -8.0, 4.0, 4095
 SHADES = 63
 GRID = sorted({round(1.18**power) for power in range(70)})
-"""Indices, from 1, at which a spectrum is kept: all of the first ones, then 18 % apart, up to 100,000."""
+"""Indices, from 1, at which a spectrum is stored: all of the first ones, then 18 % apart, up to 100,000."""
 
 _SHADE = bytes(ord(ALPHABET[round(SHADES * math.sqrt(level / 255))]) for level in range(256))
 
 
 def spectrum(values: Iterable[float | None]) -> str:
-    """Singular values as text; what is not positive is missing.
+    """Singular values as text; values that are not positive count as missing.
 
     >>> spectrum([1.0, 0.0]), len(spectrum([3.0, 2.0, 1.0]))
     ('qq..', 6)
@@ -43,8 +43,8 @@ def spectrum(values: Iterable[float | None]) -> str:
 
 
 def picture(cells: Sequence[int], height: int, width: int, shrink: int = 1, pooling: str = "max") -> str:
-    """A picture of bytes as text, row by row; `shrink` pools that many cells a side into one, the last row and column
-    with what is there.
+    """A picture of bytes as text, row by row. Pools `shrink` × `shrink` cells into one; blocks at the edge may be
+    smaller.
 
     >>> picture([0, 255, 64, 16], 2, 2), picture([0, 255, 64, 16], 2, 2, shrink=2)
     ('A/gQ', '/')
@@ -63,7 +63,7 @@ def _pooled(cells: Tensor, shrink: int, pooling: str) -> Tensor:
 
 
 def short(value: float | None, digits: int = 4) -> float | int | None:
-    """A number as JSON should have it: four digits, no fraction where there is none.
+    """A number for JSON: four significant digits, whole numbers as integers, None if not finite.
 
     >>> short(12.0), short(0.123456), short(float("nan"))
     (12, 0.1235, None)

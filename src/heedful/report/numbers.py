@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: no more digits than are known, a true minus, powers of ten as such."""
+"""Numbers as text for readers: only significant digits, a true minus sign, powers of ten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number_text(value: float | str, digits: int = 6) -> str:
-    """A number to so many digits.
+    """A number as text, rounded to significant digits.
 
     >>> number_text(58.0), number_text(-0.02441), number_text(3.3333e-16), number_text(1 / 3), number_text("Infinity")
     ('58', '−0.02441', '3.33×10⁻¹⁶', '0.333333', '∞')
@@ -29,7 +29,7 @@ def number_text(value: float | str, digits: int = 6) -> str:
 
 
 def measured_text(value: float | str, noise: float | str | None) -> str:
-    """A mean with its standard error, both to the second digit of the error.
+    """A mean with its standard error, both rounded to the second digit of the error.
 
     >>> measured_text(0.771234, 0.0041), measured_text(115.83, 1.8), measured_text(3.0, None)
     ('0.7712 ± 0.0041', '115.8 ± 1.8', '3')

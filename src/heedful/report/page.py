@@ -1,4 +1,4 @@
-"""The page of a scan: the answer in words, which needs no script, and places for what the scripts draw."""
+"""The page of a scan: the answer in words, which needs no script, and placeholders for what the scripts draw."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLYPHS = {
     "low rank": "M4.5 4.5H11.5V11.5H4.5Z",
     "content": "M4 5h.01M11 4h.01M7.5 8.5h.01M12 11h.01M4.5 12h.01",
 }
-"""Each kind's mark, in a box of 16: a picture of its matrix. Colour never tells alone."""
+"""The icon of each kind in a 16 × 16 box: a picture of its matrix, so that no kind depends on colour alone."""
 
 
 HEADINGS = {
@@ -40,7 +40,7 @@ def html(scan: Records, *, against: Records | None = None, language: str = "en")
     measures = [measure["id"] for measure in text["measures"]]
     data = {**payload(scan, against, measures), "text": text, "glyphs": GLYPHS}
     sections = asset("report.html")
-    if against is not None:  # what was asked for comes first, with the choosers that it follows
+    if against is not None:  # the comparison comes first, with its controls
         choosers = re.search(r"<!-- choosers -->.*?<!-- end -->\n", sections, re.S)
         assert choosers is not None
         sections = asset("compare.html").replace("<!-- choosers -->", choosers[0]) + sections.replace(choosers[0], "")
@@ -56,7 +56,7 @@ def _title(names: list[str]) -> dict[str, str]:
 
 
 def _answer(names: list[str], said: dict[str, Any], text: dict[str, Any]) -> str:
-    """The first screen: one sentence, four counts, ranks, and what the kinds mean for the cost or how they changed."""
+    """The first screen: one sentence, four counts, ranks, and what the kinds mean for cost or how they changed."""
     which = "one" if len(names) == 1 else "two"
     ranks = "".join(
         f"<p>{say({code: said[code].more[at] for code in LANGUAGES})}</p>" for at in range(len(said["en"].more))
@@ -88,7 +88,7 @@ def _answer(names: list[str], said: dict[str, Any], text: dict[str, Any]) -> str
 
 
 def _notices(said: dict[str, Any]) -> str:
-    """What a reader has to know before the numbers; "" for most scans."""
+    """Warnings to read before the numbers; "" for most scans."""
     each = zip(*(said[code].notices for code in LANGUAGES), strict=True)
     items = "".join(f"<li>{say(dict(zip(LANGUAGES, sentences, strict=True)))}</li>" for sentences in each)
     return f'<ul class="notices" role="note">{items}</ul>' if items else ""
@@ -107,7 +107,7 @@ def _glyph(kind: str) -> str:
 
 
 def _cards(counts: dict[str, int], text: dict[str, Any]) -> str:
-    """A card a kind; pressing one filters map and table. The script keeps the counts at the length that is chosen."""
+    """One card per kind; a click filters map and table. The script updates the counts for the selected length."""
     total = sum(counts.values()) or 1
     cards = []
     for kind in counts:

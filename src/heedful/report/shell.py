@@ -1,8 +1,8 @@
-"""The skeleton that the pages of heedful share: one HTML file that asks the network for nothing.
+"""The skeleton of all pages of heedful: one HTML file without network requests.
 
 A page has a title and a text in English and in Chinese, light and dark colours, data, and one script. Both languages
-are in the file; a switch shows one of them. A policy in the head forbids every request and every script but the page's
-own, so that nothing in the data can become one.
+are in the file; a switch shows one of them. A content security policy forbids every request and every script except the
+page's own, so nothing in the data can run.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from importlib.resources import files
 from typing import Any
 
 LANGUAGES = {"en": "English", "zh": "中文"}
-"""Codes as `lang` has them, and what each language calls itself."""
+"""Language codes for the `lang` attribute, and each language's own name."""
 
 Said = Mapping[str, str]
 """A text by language: `{"en": …, "zh": …}`."""
 
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
-"""In JSON these stand inside strings alone, where an escape means the same and ends no script."""
+"""Characters to escape: in JSON they occur only inside strings, and unescaped they could end the script."""
 
 
 def page(title: Said, body_html: str, css: str, script: str, data: object, *, language: str = "en") -> str:
     r"""One self-contained page.
 
-    `body_html` goes into `<main>`; `say` writes text in both languages for it. `script` runs when everything is in
-    place and finds `heedful.data`, `heedful.language()`, `heedful.isDark()` and `heedful.onChange(f)`, where f is
-    called after a switch of language or colours.
+    `body_html` goes into `<main>`; use `say` for its text in both languages. `script` runs after the page has loaded.
+    It can use `heedful.data`, `heedful.language()`, `heedful.isDark()` and `heedful.onChange(f)`, which calls f after a
+    switch of language or colours.
 
     >>> html = page({"en": "A page", "zh": "一页"}, "<p>Hello</p>", "", "", {"token": "</script><b>"})
     >>> "<p>Hello</p>" in html, r"\u003c/script\u003e\u003cb\u003e" in html
@@ -78,14 +78,14 @@ def page(title: Said, body_html: str, css: str, script: str, data: object, *, la
 
 
 def embed(data: object) -> str:
-    r"""JSON that is safe between script tags; what is not finite becomes null.
+    r"""JSON that is safe between script tags; non-finite numbers become null.
 
     >>> embed(["</script>", float("nan"), 1.0])
     '["\\u003c/script\\u003e",null,1.0]'
     """
     try:
         text = _json(data)
-    except ValueError:  # rare: JSON has no word for what is not finite
+    except ValueError:  # rare: JSON has no non-finite numbers
         text = _json(finite(data))
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -95,7 +95,7 @@ def _json(data: object) -> str:
 
 
 def finite(data: Any) -> Any:
-    """The same data, with None for NaN and infinities, which JSON has not."""
+    """The same data with None for NaN and infinities, which JSON does not have."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, Mapping):
@@ -106,7 +106,7 @@ def finite(data: Any) -> Any:
 
 
 def say(text: Said, tag: str = "span") -> str:
-    """The same text in every language, of which the page shows one.
+    """HTML with a text in every language; the page shows one of them.
 
     >>> say({"en": "a < b", "zh": "甲"})
     '<span lang="en">a &lt; b</span><span lang="zh">甲</span>'
@@ -115,18 +115,18 @@ def say(text: Said, tag: str = "span") -> str:
 
 
 def asset(name: str) -> str:
-    """A file beside this one: style, script or text."""
+    """The text of a file in `assets`: style, script or text."""
     return (files("heedful.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def check_language(language: str) -> None:
-    """A page opens in a language that it has."""
+    """Raise for a language that pages do not have."""
     if language not in LANGUAGES:
         raise ValueError(f"language={language!r}: pages are written in {', '.join(map(repr, LANGUAGES))}.")
 
 
 def _policy(script: str) -> str:
-    """Nothing is fetched; the one script that runs is known by its hash; pictures are those drawn in the page."""
+    """The content security policy: no requests, only the page's own scripts (by hash), only embedded pictures."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = ["default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data: blob:"]
     return "; ".join([*rules, "font-src data:", "base-uri 'none'", "form-action 'none'"])
@@ -141,7 +141,7 @@ def _languages(chosen: str) -> str:
 
 
 def _themes() -> str:
-    """Three choices, the first of them what the reader's system says."""
+    """The colour switch: three choices, the first follows the reader's system."""
     names = {
         "auto": {"en": "Auto", "zh": "自动"},
         "light": {"en": "Light", "zh": "浅色"},

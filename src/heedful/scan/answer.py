@@ -1,9 +1,9 @@
-"""The answer of a scan: its numbers, and the sentences that say them. Terminal, page and `Scan.words` take theirs here.
+"""The answer of a scan: its numbers and sentences. The terminal, the page and `Scan.words` all use this module.
 
 rank        mean over heads and texts of rank(.9): fewest singular values with 90 % of ‖A‖²_F
 interval    95 %, bootstrapped over texts
 certified   means of the certified bounds of the single ranks; the mean lies between them
-exponent    slope of log(mean rank) over log(length), least squares: the growth of the number that is reported
+exponent    slope of log(mean rank) over log(length), by least squares: how the reported mean rank grows
 
 docs/decisions/0018-one-rank-one-mean-one-exponent.md has the reasons.
 """
@@ -34,13 +34,13 @@ FEWEST = 5  # texts before an interval is trusted to stop a scan
 class Answer:
     """What a scan found, in one language.
 
-    length    tokens, the longest length; everything but growth and precision is of it
+    length    the longest length, in tokens; everything except growth and precision refers to it
     counts    heads by kind
     lead      one sentence
     more      sentences on ranks
-    notices   what a reader has to know before the numbers, such as random weights; none for most scans
-    notes     what a reader should know besides: precision that was missed, texts that were not measured
-    kinds     a pair (kind, sentence) for each kind that there is: what could be cheaper, or what changed
+    notices   warnings to read before the numbers, such as random weights; most scans have none
+    notes     remarks: the requested precision was not reached, some texts were not measured
+    kinds     a pair (kind, sentence) for each kind of head found: what could be cheaper, or what changed
     caveat    what the sentences on kinds do not say; "" for a comparison
     """
 
@@ -56,7 +56,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it, a line for each of the parts."""
+        """The whole answer as text, one line for each part."""
         space = PHRASES[self.language]["space"]
         kinds = (sentence for _, sentence in self.kinds)
         lines = [*self.notices, self.lead, space.join(self.more), *self.notes, *kinds, self.caveat]
@@ -91,7 +91,7 @@ def compared(scan: Scan, other: Scan, language: str = "en") -> Answer:
     mine, theirs = (each.table().filter(pl.col("length") == length) for each in (scan, other))
     try:
         table = scan.compare(other).filter(pl.col("length") == length)
-    except ValueError:  # nothing is shared
+    except ValueError:  # the scans share no texts, lengths or heads
         table = pl.DataFrame()
     if table.is_empty():
         means = _means(scan, scan.lengths[-1]), _means(other, other.lengths[-1])
@@ -116,7 +116,7 @@ def compared(scan: Scan, other: Scan, language: str = "en") -> Answer:
 
 
 def number(value: float) -> str:
-    """A rank or a difference of ranks: no fraction from a hundred on, one digit of it below.
+    """A rank or a difference of ranks as text: a whole number from 100 on, one decimal below.
 
     >>> number(3.04), number(51.66), number(312.4), number(12.0)
     ('3.0', '51.7', '312', '12.0')
@@ -189,12 +189,12 @@ def _range(sentence: str, found: Mean, shown: Any) -> str:
 
 
 def _over(say: Phrases, scan: Scan) -> list[str]:
-    """How the rank goes with depth and with length."""
+    """Sentences on how the rank changes with depth and with length."""
     return [*_depth(say, scan), *_growth(say, scan)]
 
 
 def _depth(say: Phrases, scan: Scan) -> list[str]:
-    """The first and the last third of the layers; three layers at least."""
+    """A sentence comparing the first and the last third of the layers; empty for fewer than three layers."""
     layers = sorted(scan.rows["layer"].unique())
     if len(layers) < 3:
         return []
@@ -204,7 +204,7 @@ def _depth(say: Phrases, scan: Scan) -> list[str]:
 
 
 def _growth(say: Phrases, scan: Scan) -> list[str]:
-    """Two lengths at least."""
+    """A sentence on growth with length; empty for fewer than two lengths."""
     if len(scan.lengths) < 2:
         return []
     found, base = scan.trend(RANK), scan.trend(BASE)
@@ -217,7 +217,7 @@ def _growth(say: Phrases, scan: Scan) -> list[str]:
 
 
 def power(value: float) -> str:
-    """An exponent, to two digits after the point."""
+    """An exponent as text, with two decimals."""
     return f"{value:.2f}".replace("-", "−")
 
 
@@ -237,7 +237,7 @@ def _notes(say: Phrases, scan: Scan) -> tuple[str, ...]:
 
 
 def percent(share: float) -> str:
-    """Two digits at most, and none after the point from ten on.
+    """A share in percent as text: two significant digits, no decimals from 10 % on.
 
     >>> percent(0.884), percent(0.0312), percent(0.0005)
     ('88', '3.1', '0.05')
@@ -250,7 +250,7 @@ def _cheaper(say: Phrases, table: pl.DataFrame, kind: str, count: int, length: i
     heads = say["one head"] if count == 1 else say["heads"].format(count=count)
     if kind == "positional":
         return say[kind].format(heads=heads, percent=percent(_mean(own, "label_score")))
-    if kind == "sink":  # where all tokens are among the first four, the first one alone is known
+    if kind == "sink":  # very short texts have no mass on the first four tokens, only on the first
         share = _mean(own, "first" if own["first"].null_count() < len(own) else "sink")
         return say[kind].format(heads=heads, percent=percent(share), rest=percent(1 - share))
     if kind == "low rank":

@@ -38,10 +38,10 @@ BUDGET = 208  # products for a head: 96 columns of a sketch, for ranks within a 
 # With 176 (80 columns) rank(.95) came out 0.4 % low on average, 1.9 % of the heads were off by more than 5 %
 RATIO = 1.2
 DRAWS = 2
-NODES_ON_GPU = 8  # nodes that are measured together there: short sequences are CPU-bound
-LEAST, MOST = 0.05, 100.0  # spreads beyond which nothing changes: uniform rows, rows of a single key
+NODES_ON_GPU = 8  # nodes measured in one batch on a GPU: short sequences are CPU-bound
+LEAST, MOST = 0.05, 100.0  # spreads are clamped to this range: below it rows are uniform, above it one key takes all
 SAMPLED = 256  # queries from which the spread of the logits is estimated
-ROWS = 64  # of them at a time
+ROWS = 64  # queries processed at a time
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class RandomHead:
-    """The shape of a random head (queries, keys, pattern, width), and the device and dtype that it is measured in."""
+    """The shape of a random head (queries, keys, pattern, width), and the device and dtype used to measure it."""
 
     n: int
     m: int
@@ -68,14 +68,14 @@ class RandomHead:
 
     @classmethod
     def like(cls, call: Call) -> RandomHead:
-        """The shape of a call's heads. A GPU keeps 16-bit q and k, which are faster; a CPU computes in float32."""
+        """The shape of a call's heads. A GPU uses the dtype of q (16 bits are faster), a CPU float32."""
         device = call.q.device
         dtype = torch.float32 if device.type == "cpu" else call.q.dtype
         return cls(call.q.shape[-2], call.k.shape[-2], call.pattern, call.q.shape[-1], str(device), dtype)
 
 
 class Baselines:
-    """Measures random heads, and caches them by shape and spread."""
+    """Measures random heads and caches the results by shape and spread."""
 
     def __init__(self, seed: int = 0, values: int = 32, budget: int = BUDGET):
         self.seed, self.values, self.budget = seed, values, budget
@@ -83,7 +83,7 @@ class Baselines:
         self._lock = threading.Lock()  # a node is measured once; other threads wait for it
 
     def of(self, head: RandomHead, spread: float) -> Baseline | None:
-        """The random head of this shape whose logits have this standard deviation; None where they have none."""
+        """The random head of this shape whose logits have this standard deviation; None if `spread` is not finite."""
         if not 0 <= spread < float("inf"):
             return None
         place = log(min(max(spread, LEAST), MOST)) / log(RATIO)
@@ -94,8 +94,8 @@ class Baselines:
     def _node(self, head: RandomHead, at: int) -> Baseline:
         with self._lock:
             if (head, at) not in self._nodes:
-                # The node alone decides which nodes are measured together, so numbers do not depend on the order of
-                # requests.
+                # Which nodes are measured together depends only on the node, so results do not depend on the order
+                # of requests.
                 some = 1 if head.device == "cpu" else NODES_ON_GPU
                 nodes = range(at // some * some, (at // some + 1) * some)
                 found = self.measured(head, [RATIO**node for node in nodes])
@@ -148,7 +148,8 @@ def _between(a: Baseline, b: Baseline, part: float) -> Baseline:
 def logit_spreads(call: Call) -> list[list[float]]:
     """The standard deviation of each head's logits within a row, over visible keys, for each item of the batch.
 
-    All queries up to SAMPLED of them, so many at even distances beyond, a few at a time: never n × m logits at once.
+    Uses all queries if there are at most SAMPLED, else SAMPLED evenly spaced ones. Processes ROWS queries at a time, so
+    the n × m logits are never materialised.
     """
     return [_spreads(call.item(at)) for at in range(len(call.q))]
 
@@ -169,7 +170,7 @@ def _spreads(call: Call) -> list[float]:
 
 
 class _Sample(NamedTuple):
-    """Some queries, which of the first keys each of them sees, 1 or 0, and how many."""
+    """Some queries; for each, a 0/1 mask of the first keys that it sees, and their number."""
 
     rows: Int[Tensor, " r"]
     shown: Float[Tensor, "r c"]
@@ -179,31 +180,31 @@ class _Sample(NamedTuple):
 def _samples(
     pattern: Pattern, segments: Segments | None, n: int, m: int, device: torch.device, most: int, step: int
 ) -> list[_Sample]:
-    """`most` real queries at even distances, `step` at a time."""
+    """At most `most` evenly spaced real queries, in groups of `step`."""
     query_ids, key_ids, i, j = (x.reshape(-1, x.shape[-1])[0] for x in resolve(segments, n, m, device))
     real = (query_ids >= 0).nonzero()[:, 0]
     if not len(real):
         return []
     rows = real[torch.linspace(0, len(real) - 1, min(len(real), most), device=device).round().long()]
     shown = (query_ids[rows, None] == key_ids) & pattern.allows(i[rows, None], j)
-    reach = torch.where(shown, torch.arange(1, m + 1, device=device), 0).amax(-1)  # no key after it is seen
+    reach = torch.where(shown, torch.arange(1, m + 1, device=device), 0).amax(-1)  # index after the last visible key
     parts = zip(rows.split(step), shown.split(step), reach.split(step), strict=True)
     return [_Sample(part, seen[:, : int(last.max())].float(), seen.sum(-1)) for part, seen, last in parts]
 
 
 @lru_cache(maxsize=4)
 def _usual(pattern: Pattern, n: int, m: int, device: torch.device, most: int, step: int) -> list[_Sample]:
-    """The samples without padding, cached: all layers use the same."""
+    """The samples for a text without padding. Cached, because all layers use the same."""
     return _samples(pattern, None, n, m, device, most, step)
 
 
 def _logits(call: Call, sample: _Sample) -> tuple[Float[Tensor, "h r c"], Float[Tensor, "*h r c"], Int[Tensor, "*h r"]]:
-    """The logits of some queries on the first c keys, which of them are seen, and how many."""
+    """The logits of some queries on the first c keys, which keys are visible, and how many."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     rows, shown, count = sample
     keys, group = slice(shown.shape[-1]), call.heads // call.k.shape[1]
     q = (call.scale * call.q[0].index_select(1, rows).float()).unflatten(0, (-1, group)).flatten(1, 2)
-    z = (q @ call.k[0, :, keys].float().mT).view(call.heads, len(rows), -1)  # queries of a group beside each other
+    z = (q @ call.k[0, :, keys].float().mT).view(call.heads, len(rows), -1)  # queries that share keys are adjacent
     if call.softcap is not None:
         z = call.softcap * torch.tanh(z / call.softcap)
     if call.bias is None:
@@ -217,7 +218,7 @@ def _logits(call: Call, sample: _Sample) -> tuple[Float[Tensor, "h r c"], Float[
 def _variances(
     z: Float[Tensor, "h r c"], weight: Float[Tensor, "*h r c"], count: Int[Tensor, "*h r"]
 ) -> tuple[Float[Tensor, "h r"], Bool[Tensor, "h r"]]:
-    """The variance of z over what is shown, and which rows have several numbers to tell it from. Overwrites z."""
+    """The variance of z over visible keys, and which rows have at least two of them. Overwrites z."""
     count = count.expand(z.shape[:-1])
     mean = z.mul_(weight).sum(-1, keepdim=True) / count.clamp(min=1)[..., None]
     away = z.sub_(mean).mul_(weight)

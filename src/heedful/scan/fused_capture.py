@@ -1,10 +1,10 @@
 """One pass computes the model's output and the row statistics of its heads, so that weights are computed once.
 
     for the model      O = A V
-    for the measures   sums over the rows of A, and A itself, in a buffer that is borrowed until the heads are measured
+    for the measures   sums over the rows of A, and A itself, in a buffer borrowed until the heads are measured
 
-This holds for heads that are materialised on a CPU. Whether a call is one of them depends on its shapes alone, never on
-which threads are busy, so records do not depend on that either.
+This applies to heads that are materialised on a CPU. The choice depends only on the shapes of the call, never on which
+threads are busy, so the records do not depend on timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from heedful.shapes import Int, Tensor
 
 
 class BufferPool:
-    """Buffers for matrices: one thread borrows a buffer, another may return it. Makes a new one if none is free."""
+    """A pool of buffers for matrices: one thread borrows a buffer, another may return it. It grows if none is free."""
 
     def __init__(self) -> None:
         self._free: list[Room] = []
@@ -41,13 +41,13 @@ class BufferPool:
 
 
 class FusedCapture(Attending):
-    """Computes the outputs of attention calls, and keeps the row statistics of the last one.
+    """Computes the outputs of attention calls, and stores the row statistics of the last call.
 
-    layers    to measure; None: all
-    tokens    of the text
-    kept      gives what this thread keeps from one pass to the next
-    buffers   for the matrices
-    threads   among which the heads of a call are split
+    layers    layers to measure; None: all
+    tokens    tokens of the text
+    kept      returns the cache of the current thread, reused from pass to pass
+    buffers   pool of buffers for the matrices
+    threads   thread pool; the heads of a call are split among its threads
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FusedCapture(Attending):
         k, v = (self._per_head(name, call, x) for name, x in (("keys", call.k), ("values", call.v)))
         found = self._read(replace(call, k=k, v=v))
         out = found.sums.product
-        sums = replace(found.sums, product=out[..., :0].clone())  # the model owns the output
+        sums = replace(found.sums, product=out[..., :0].clone())  # drop the output: the model has it
         self._last = replace(found, sums=sums, seconds=perf_counter() - start)
         return out.to(call.v.dtype), _beside(found)
 
@@ -77,7 +77,7 @@ class FusedCapture(Attending):
         """One pass over all heads, split among threads; the result does not depend on the split."""
         room, parts = self.buffers.borrow(), self.threads.parts(call.heads)
         slabs = slabs_of(call, room)
-        if slabs is None or len(parts) == 1:  # without slabs the pass is short beside the decomposition
+        if slabs is None or len(parts) == 1:  # without slabs, the pass takes little time beside the decomposition
             return read(call, of_call(self.tokens, call), self.kept(), room, call.v)
 
         def work(part: tuple[int, int]) -> Callable[[], Pass]:
@@ -95,7 +95,7 @@ class FusedCapture(Attending):
         )
 
     def _per_head(self, name: str, call: Call, x: Tensor) -> Tensor:
-        """`Call.per_head` into memory that is used again."""
+        """`Call.per_head`, written into a reused buffer."""
         if x.shape[1] == call.heads:
             return x
         spread = x[:, :, None].expand(-1, -1, call.heads // x.shape[1], -1, -1)
@@ -111,25 +111,25 @@ class FusedCapture(Attending):
         return last
 
     def _drop(self) -> None:
-        """Return the buffer of a pass that was not taken, as in a check."""
+        """Return the buffer of a pass that `take` did not fetch, as happens in a check."""
         last = self.take()
         if last is not None:
             self.buffers.give_back(last.room)
 
 
 def of_call(tokens: Int[Tensor, "b t"] | None, call: Call) -> Int[Tensor, "b 1 t"] | None:
-    """The tokens of a text if the call attends to them, one key for each; else None."""
+    """The tokens of a text if the call has one key for each of them; else None."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     fits = tokens is not None and len(call.q) == len(tokens) and n == m == tokens.shape[-1]
     return tokens[:, None] if fits and tokens is not None else None
 
 
 def _beside(passed: Pass) -> Tensor:
-    """For each row its sum, scaled to agree with the column sums, and its mass on later keys."""
+    """For each row: its sum, scaled to agree with the column sums, and its mass on later keys."""
     mass = passed.sums.mass
     found = passed.columns.double().sum(-1) / mass.double().sum(-1).clamp(min=1e-300)
     near = passed.asked.split(passed.sums.at)["offset"][..., passed.asked.near]  # offsets −1, 0, 1
-    _, beyond = passed.sums.band_mass.unbind(-1)  # of −2 and less, of 2 and more
+    _, beyond = passed.sums.band_mass.unbind(-1)  # masses at offsets ≤ −2 and ≥ 2
     return torch.stack([mass * found[..., None], near[..., -1] + beyond], -1)
 
 

@@ -1,15 +1,16 @@
-"""Everything that a scan records of one head on one text.
+"""Everything that a scan records about one head on one text.
 
-A call may attend in several items of a batch for one text: windows of an image, channels of a series, frames of a film.
-Every item is measured, and a record has the mean over them (`over_items`).
+For one text a call may have several items in its batch: windows of an image, channels of a series, frames of a film.
+Every item is measured; the record holds the mean over items (`over_items`).
 
-One pass over the rows gives sums, weights at offsets and at the first tokens, distances, all that positional patterns
-ask for, and leaves the matrices where it pays to form them; products with them give the spectra. Heads go in groups
-that are small together, one by one where they are not formed.
+One pass over the rows computes sums, weights at offsets and at the first tokens, distances, and everything else that
+the positional patterns need. It also stores the matrices if materialising them pays off. Products with them give the
+spectra. Heads are measured in groups that fit in memory together; on a CPU, heads that are not materialised are
+measured one by one.
 
-position share    energy of the nearest matrix that is constant along each offset −8 … 8, and on the first key, and zero
-                  elsewhere:  (Σ_o (Σ_i a_{i,i+o})² / N_o + (Σ_i a_{i,first})² / N_first) / ‖A‖²_F;  a pair that is
-                  both counts for the first key
+position share    energy of the nearest matrix that is constant along each offset −8 … 8 and on the first key, and zero
+                  elsewhere:  (Σ_o (Σ_i a_{i,i+o})² / N_o + (Σ_i a_{i,first})² / N_first) / ‖A‖²_F;  an entry that is
+                  on both counts for the first key
 distance          mean over queries of Σ_j a_ij |i − j| / Σ_j a_ij
 """
 
@@ -48,14 +49,14 @@ from heedful.shapes import Tensor
 from heedful.store.scans import OFFSETS
 
 Matrix = AttentionOperator | Matrices
-"""The weights of some heads: as a map, as they are, or in slabs."""
+"""The weights of some heads: as an operator, as a dense tensor, or in slabs."""
 
-TOGETHER = 3 << 22  # entries of the heads that are formed together on a CPU: 48 MiB in float32
-TOGETHER_ON_GPU = 1 << 28  # entries of matrices or sketches there: 1 GiB; short lengths wait for launches, not for them
-SKETCH_COLUMNS = 416  # of a sketch on a GPU, which has as many rows on both sides of A: 13 blocks of 64
+TOGETHER = 3 << 22  # entries of the heads materialised together on a CPU: 48 MiB in float32
+TOGETHER_ON_GPU = 1 << 28  # the same on a GPU, matrices or sketches: 1 GiB; short lengths are bound by launches
+SKETCH_COLUMNS = 416  # columns of a sketch on a GPU, on each side of A: 13 blocks of 64 for both sides
 REACH = 8  # offsets on either side that count as positional
 FIRST = 4  # tokens that count as the first ones
-CERTIFIED = 0.01  # a singular value is certified where its bounds are so close
+CERTIFIED = 0.01  # a singular value is certified if its bounds are this close
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Measuring:
     """How heads are measured.
 
     values   singular values to record
-    budget   products to spend on one head's spectrum, in blocks of 16, and as many blocks where they are wider: more
-             narrows the bounds of its rank (docs/measures.md), which leave nothing to chance
+    budget   products to spend on one head's spectrum, in blocks of 16; wider blocks get the same number of blocks.
+             A larger budget narrows the bounds of the rank, which are deterministic (docs/measures.md)
     """
 
     seed: int = 0
@@ -72,14 +73,14 @@ class Measuring:
     budget: int = BUDGET
 
     def spectrum(self, op: Matrix, k: int, energy: Tensor | None = None) -> Spectrum:
-        """The first k values, and what they and the rest tell of the effective ranks."""
+        """The first k singular values, and bounds for the effective ranks at .9 and .95."""
         budget = self.budget * block_of(op) // BLOCK
         search = SearchOptions(budget, failure=0, seed=self.seed)
         return spectrum(op, k, tau=(0.9, 0.95), energy=energy, search=search)
 
 
 class Kept:
-    """What a pass leaves to the next: memory, and what is asked of rows where tokens stand in the same places."""
+    """Cache from pass to pass: scratch buffers, and the requested row statistics if layout and tokens are the same."""
 
     def __init__(self) -> None:
         self.scratch: dict[str, Any] = {}
@@ -100,11 +101,11 @@ def _same(asked: Asked, layout: Layout, tokens: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over the rows of some heads gave.
+    """The results of one pass over the rows of some heads.
 
-    matrix    A, in the room, where it pays to form it; in slabs where it is to be sketched
-    columns   the sums of its columns, Aᵀ1
-    seconds   that it took, where the model waited for it
+    matrix    A: dense in the buffer `room` if materialising it pays off, in slabs if it will be sketched
+    columns   the column sums Aᵀ1
+    seconds   how long the pass took, if the model waited for it
     """
 
     asked: Asked
@@ -117,7 +118,9 @@ class Pass:
 
 
 def slabs_of(call: Call, room: Room) -> Trimmed | None:
-    """Room for the matrices of one text's heads where the pattern alone hides keys; None where they go there whole."""
+    """Slabs in the buffer for the matrices of one text's heads; None, for dense storage, unless only the pattern hides
+    keys.
+    """
     if len(call.q) > 1 or call.segments is not None or call.bias is not None or call.minus is not None:
         return None
     return room.slabs(call.operator().float(), call.pattern)
@@ -131,11 +134,12 @@ def read(
     values: Tensor | None = None,
     slabs: Trimmed | None = None,
 ) -> Pass:
-    """Pass over the rows of a call's heads; `values` ride along, and their product is among the sums.
+    """Make one pass over the rows of a call's heads.
 
-    tokens   of the text, which induction needs
-    kept     by passes that follow one another
-    slabs    that are these heads' in a room which others have a part of
+    tokens   tokens of the text, needed to find induction heads
+    kept     cache shared by consecutive passes
+    values   V; if given, the same pass computes A V, `RowSums.product`
+    slabs    the part of a shared buffer that belongs to these heads
     """
     op = call.operator().float()
     asked = kept.asked(op.layout, None if call.kind == "cross" else tokens)
@@ -144,7 +148,7 @@ def read(
     where = op.layout.key_positions[..., None].double() / op.shape[-1]
     down = torch.zeros(*op.shape[:-2], op.shape[-1], dtype=op.dtype, device=op.device)
     sums = op.row_sums(replace(asked.request(where, into, down, kept.scratch), values=values))
-    energy = sums.square.double().sum(-1).cpu()  # now that it is there: see measures.heads
+    energy = sums.square.double().sum(-1).cpu()  # copied now: see measures.heads
     matrix = matrix_of(op, into if sums.left else None)
     return Pass(asked, sums, energy, matrix, down if sums.left else _column_sums(op, matrix), room)
 
@@ -154,7 +158,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The measures of every head of a call on one text, by the names of `records.NUMBERS`.
 
-    kept    by calls that follow one another
+    kept    cache shared by consecutive calls
     """
     kept, room = Kept() if kept is None else kept, Room()
     rows: list[dict[str, Any]] = []
@@ -165,7 +169,7 @@ def rows_of(
 
 
 def together(call: Call) -> list[tuple[int, int]]:
-    """Which heads are measured together, in even groups; on a CPU, heads that are not formed go one by one."""
+    """Ranges of heads to measure together, in even groups; on a CPU, heads that are not materialised go one by one."""
     n, m = call.q.shape[-2], call.k.shape[-2]
     if call.q.device.type == "cpu":
         most = max(1, TOGETHER // max(len(call.q) * n * m, 1)) if n * m <= FORMED else 1
@@ -178,7 +182,7 @@ def together(call: Call) -> list[tuple[int, int]]:
 
 
 def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, first: int = 0) -> list[dict[str, Any]]:
-    """The rows of a call's heads, of which the first is called `first`, from the pass over theirs."""
+    """The records of a call's heads from the pass over their rows; heads are numbered from `first` on."""
     asked, sums = passed.asked, passed.sums
     check_sums(sums, call.name)
     m = call.k.shape[-2]
@@ -205,10 +209,10 @@ def measured(call: Call, passed: Pass, how: Measuring, baselines: Baselines, fir
 
 
 def over_items(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The measures of one head from those of its items: means over the items that have a number, lists entry by entry.
+    """The measures of one head from those of its items: means over items that have a number, lists entry by entry.
 
-    The bounds of a rank become their means, between which the mean rank lies; as many singular values are certified as
-    in the worst item; the label is the most frequent one, the first by name where several are.
+    Bounds of a rank are averaged; the mean rank lies between the averages. The number of certified singular values is
+    the smallest of all items. The label is the most frequent one, or the alphabetically first of several.
 
     >>> over_items([{"rank90": 2.0, "decay": None, "label": "sink"}, {"rank90": 5.0, "decay": 1.5, "label": "band"}])
     {'rank90': 3.5, 'decay': 1.5, 'label': 'band'}
@@ -231,7 +235,7 @@ def _joined(name: str, values: list[Any]) -> Any:
 
 
 def _explained(pattern: PositionalPattern) -> Tensor:
-    """How much of each head its pattern explains; where none explains half, how much the best one does."""
+    """The share of each head that its pattern explains; if none explains half, the share of the best pattern."""
     content = pattern.index == len(pattern.names) - 1
     return torch.where(content, 1 - pattern.score, pattern.score)
 
@@ -261,7 +265,7 @@ def _of_spectrum(found: Spectrum) -> dict[str, Tensor]:
 
 
 def _visible(call: Call, sums: RowSums) -> Tensor:
-    """How many keys each query sees, of those that pattern and segments show and no bias hides."""
+    """How many keys each query sees: allowed by pattern and segments, and not hidden by the bias."""
     hidden = call.hidden
     if hidden is None:
         return sums.count
@@ -270,7 +274,7 @@ def _visible(call: Call, sums: RowSums) -> Tensor:
 
 
 def _of_rows(sums: RowSums, count: Tensor, sink: bool) -> dict[str, Tensor]:
-    """Means over rows that see so many keys; a sink is one more outcome of each."""
+    """Means over rows, each of which sees `count` keys; a sink adds one outcome to each row."""
     seeing, outcomes = sums.mass > 0, count + int(sink)
     several = seeing & (outcomes > 1)
     share = sums.entropy / outcomes.clamp(min=2).double().log()
@@ -284,9 +288,9 @@ def _of_rows(sums: RowSums, count: Tensor, sink: bool) -> dict[str, Tensor]:
 
 
 def _of_places(sums: RowSums, asked: Asked, m: int | None, signed: bool) -> dict[str, Tensor]:
-    """Masses by place; without m keys in the sequence of the queries, offsets mean nothing.
+    """Masses by position. If m is None (keys of another sequence), offsets have no meaning.
 
-    signed   weights may be negative; then there is no mean distance, since the sums of the bands hold signs
+    signed   weights may be negative; then there is no mean distance, because band sums would cancel
     """
     at = asked.split(sums.at.abs())
     offsets, first = at["offset"], at["first"]
@@ -305,7 +309,7 @@ def _of_places(sums: RowSums, asked: Asked, m: int | None, signed: bool) -> dict
         return found | share
     i = places.position.double()
     mass, dot = sums.band_mass.double(), sums.band_dot[..., -1].double() * m
-    away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])  # at distances of 2 and more
+    away = (i * mass[..., 0] - dot[..., 0]) + (dot[..., 1] - i * mass[..., 1])  # distances ≥ 2
     away += offsets[..., REACH - 1] + offsets[..., REACH + 1]
     found["distance"] = over_rows(away / sums.mass.clamp(min=torch.finfo(torch.float32).tiny), seeing)
     return found | share
@@ -335,15 +339,14 @@ def _of_random(call: Call, spread: float, baselines: Baselines) -> dict[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Nothing where there is no number."""
+    """The value, or None if it is not finite."""
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
-    """The weights of each head on one text as a small picture: means over blocks of queries and keys, by products, and
-    over items.
+    """The weights of each head on one text as a small picture: means over blocks of queries and keys, and over items.
 
-    Rows of blocks from the top, the largest mean at 255.
+    Computed by products with A. Row by row from the top; the largest mean is 255.
     """
     n, m = weights.shape[-2:]
     down, across = _blocks(n, cells, weights), _blocks(m, cells, weights)
@@ -365,7 +368,7 @@ def thumbnails(weights: Matrix, cells: int = 48) -> list[dict[str, Any]]:
 
 
 def _blocks(length: int, cells: int, op: Matrix) -> Tensor:
-    """A column for each block of tokens, with their number's inverse on them."""
+    """One column per block of tokens: 1 / (size of the block) on its tokens, 0 elsewhere."""
     cells = min(cells, length)
     block = torch.arange(length, device=op.device) * cells // length
     member = torch.nn.functional.one_hot(block, cells).to(op.dtype)

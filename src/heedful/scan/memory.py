@@ -1,4 +1,4 @@
-"""A bound on what this process takes."""
+"""A limit on the memory of this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from heedful.hf.modules import Refused
 
-TRIM, MAPPED = -1, -3  # of mallopt: freed memory beyond which some goes back; sizes that are mapped by themselves
+TRIM, MAPPED = -1, -3  # mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse(text: str) -> int:
-    """Bytes from such as 4G, 512MiB or 1.5 GB; units are powers of 1024.
+    """Bytes from a text such as 4G, 512MiB or 1.5 GB; units are powers of 1024.
 
     >>> parse("4GiB") == parse("4 g") == 4 * 2**30
     True
@@ -31,10 +31,10 @@ def parse(text: str) -> int:
 
 
 def keep_pages(kept: int = 256 << 20) -> None:
-    """Keep freed memory, up to so many bytes of it, for whoever asks next: for a process that only scans.
+    """Let malloc reuse up to `kept` bytes of freed memory instead of returning them. For a process that only scans.
 
-    A scan frees and takes the same few tensors for every layer, and fresh pages cost more than what is written to them.
-    Only glibc can be told, and not to forget it again.
+    A scan frees and allocates the same few tensors for every layer, and fresh pages cost more than the writes to them.
+    Works with glibc only, and cannot be undone.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -46,9 +46,9 @@ def keep_pages(kept: int = 256 << 20) -> None:
 
 @contextmanager
 def limited(memory: int | None) -> Iterator[None]:
-    """Inside, the process gets no more than so many bytes: an allocation beyond is refused, in a sentence.
+    """Limit this process to `memory` bytes inside the context; an allocation beyond raises MemoryError.
 
-    What counts is what is resident now and everything that is mapped from now on.
+    The limit counts memory that is resident on entry and everything mapped from then on.
     """
     if memory is None:
         yield
@@ -82,13 +82,13 @@ def limited(memory: int | None) -> Iterator[None]:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Inside, no bound holds: for those who can't be refused memory. (polars ends the process.)
+    """Lift the limit inside the context, for code that can't handle a refused allocation (polars ends the process).
 
-    What they keep is not counted afterwards.
+    Memory that it still holds afterwards does not count towards the limit.
     """
     try:
         import resource
-    except ImportError:  # then nothing was bounded
+    except ImportError:  # then there is no limit to lift
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -105,7 +105,7 @@ def lifted() -> Iterator[None]:
 
 
 def _mapped() -> int:
-    """Bytes of address space."""
+    """Bytes of address space that this process has mapped."""
     import resource
 
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

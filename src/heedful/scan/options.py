@@ -16,25 +16,25 @@ from heedful.scan.heads import Measuring
 from heedful.scan.texts import Unit
 
 Progress = Callable[[float, int], None]
-"""Called with (units done, units in all); parts of units count."""
+"""Called with (units done, units in total); fractions of a unit count."""
 
 
 @dataclass(frozen=True)
 class ScanOptions:
-    """What a scan measures, on what, and under which names.
+    """What a scan measures, on which layers, and under which names.
 
-    layers          attention calls to measure, counted from 0 in the order in which they run; the model stops after the
-                    last one. None: all
+    layers          attention calls to measure, counted from 0 in execution order; the forward pass stops after the last
+                    one. None: all
     against         another model, or (model, tokenizer), on the same texts: `Scan.against`, `Scan.compare`
     precision       stop when the 95 % interval of the mean effective rank (.9) is ± this share of it, at every length
     values          singular values to record for each head
-    budget          products to spend on each head: more narrows the bounds of high ranks
-    seed            of random starts and random heads
-    beyond          read more tokens than a model with rotary positions was trained on
-    allow_unknown   read a text although the tokenizer does not know half of its tokens
-    name            of the model, in the records. None: the name that it was loaded by
-    against_name    of the other model
-    titles          of the texts
+    budget          matrix-vector products to spend on each head: more of them narrow the bounds of high ranks
+    seed            seed of random starts and random heads
+    beyond          allow more tokens than a model with rotary positions was trained on
+    allow_unknown   accept a text even if the tokenizer does not know half of its tokens
+    name            name of the model in the records. None: the name that it was loaded by
+    against_name    name of the other model
+    titles          titles of the texts
 
     >>> ScanOptions(precision=0.05).budget
     208
@@ -71,12 +71,12 @@ class ScanOptions:
 class Execution:
     """Where a scan runs.
 
-    device     of the model: "cpu" or "cuda". None: where it is
-    memory     bytes that this process may take in all, or each process of a cluster. None: no limit
-    engine     "local"; "processes" of this machine, or "ray", which spread texts over processes
-    address    of a Ray cluster that is running
-    workers    processes; by default one for each core, or as many as the cluster has room for
-    progress   called with (units done, units in all); parts of units count
+    device     device of the model: "cpu" or "cuda". None: where the model is
+    memory     bytes that this process, or each process of a cluster, may use in total. None: no limit
+    engine     "local": this process. "processes" of this machine or "ray" distribute texts over processes
+    address    address of a running Ray cluster
+    workers    number of processes; by default one for each core, or as many as the cluster has capacity for
+    progress   called with (units done, units in total); fractions of a unit count
 
     >>> Execution(memory=4 << 30).engine
     'local'
@@ -90,27 +90,27 @@ class Execution:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        self.executor("cpu")  # refuses what does not fit
+        self.executor("cpu")  # raises if the options contradict each other
 
     def on(self, model: nn.Module) -> str:
         """The device on which this model is measured."""
         return self.device or str(next(model.parameters()).device)
 
     def executor(self, device: str) -> Executor:
-        """What runs the texts."""
+        """The executor that runs the texts."""
         gpus = int(torch.device(device).type == "cuda")
         return Executor(self.engine, self.workers, self.address, gpus, name=unit_name)
 
 
 def unit_name(unit: Unit) -> str:
-    """What errors call a text at one length."""
+    """The name of a unit in error messages."""
     return f"text {unit.text} at {unit.length or 'all'} tokens"
 
 
 def with_old_names(
     options: ScanOptions | None, execution: Execution | None, old: Mapping[str, Any]
 ) -> tuple[ScanOptions, Execution]:
-    """The two objects, with what was passed to `scan` by itself, as it was up to version 0.1; a warning tells it."""
+    """The two objects, updated with keyword arguments of `scan` as in version 0.1; warns that these are deprecated."""
     options, execution = options or ScanOptions(), execution or Execution()
     known = {field.name: kind for kind in (ScanOptions, Execution) for field in fields(kind)}
     unknown = [name for name in old if name not in known]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-THIN = "\u202f"  # a narrow space at which no line breaks
+THIN = "\u202f"  # narrow no-break space
 Phrases = dict[str, str]
 
 ENGLISH: Phrases = {

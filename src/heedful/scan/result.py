@@ -23,11 +23,11 @@ Language = Literal["en", "zh"]
 POSITIONAL = frozenset(
     {"current", "previous", "next", "left", "right", "start", "end", "last", "uniform", "band", "window"}
 )
-"""Labels that tokens have no part in."""
-SINK = 0.5  # mass on the first token from which on a head is one
-LOW = 0.5  # share of the random head's rank below which a head's is low
+"""Labels of patterns that depend on positions alone, not on tokens."""
+SINK = 0.5  # a head is a sink if more than this share of its mass is on the first token
+LOW = 0.5  # a head has low rank below this share of the random head's rank
 
-# A mean's own interval takes the names …_low and …_high; bounds of single measurements get longer ones.
+# The interval of a mean is named …_low and …_high, so bounds of single measurements get longer names.
 BOUNDS = {f"rank{tau}_{side}": f"rank{tau}_certified_{side}" for tau in (90, 95) for side in ("low", "high")}
 LISTS = ("sigma", "base_sigma")
 COMPARED = [name for name in NUMBERS if name not in BOUNDS]
@@ -35,7 +35,7 @@ COMPARED = [name for name in NUMBERS if name not in BOUNDS]
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head: its rows in `Scan.table()`, one for each length, its rows for each text, its picture at the longest."""
+    """One head: its rows in `Scan.table()` (one per length), its rows per text, its picture at the longest length."""
 
     layer: int
     head: int
@@ -52,7 +52,7 @@ class Head:
 
 
 class Scan:
-    """The records of a scan, and what follows from them. `heedful.hf.scan` makes one, `Scan.open` reads one again."""
+    """The records of a scan and what is computed from them. `heedful.hf.scan` returns one, `Scan.open` reads one."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -72,7 +72,7 @@ class Scan:
 
     @cached_property
     def rows(self) -> pl.DataFrame:
-        """One row for each text, length, layer and head. Texts that were read whole are all under their mean length."""
+        """One row for each text, length, layer and head. Texts read whole all get their mean length as length."""
         found = self._run.rows()
         if found.is_empty():
             raise store.Broken(f"{self.folder}: no records yet. Resume the scan.")
@@ -85,7 +85,7 @@ class Scan:
         return rows.with_columns(pl.lit(round(float(mean)), dtype=pl.Int64).alias("length"))  # type: ignore[arg-type]
 
     def thumbnails(self) -> pl.DataFrame:
-        """Small pictures of the heads on the first text, at each length: see `store.THUMBNAILS`."""
+        """Small pictures of the heads on the first text at each length: see `store.THUMBNAILS`."""
         return self._under_one_length(self._run.thumbnails())
 
     @cached_property
@@ -107,16 +107,16 @@ class Scan:
     def table(self) -> pl.DataFrame:
         """One row for each length, layer and head: means over texts, with 95 % intervals in `…_low` and `…_high`.
 
-        Bounds of the single measurements are `rank90_certified_low` and so on, averaged. `label` is the one that most
-        texts give, `label_texts` how many do, and `label_score` its mean over those. `kind_of_head` is the first that
-        fits of
+        `rank90_certified_low` and so on are means of the bounds of single measurements. `label` is the most frequent
+        label over texts, `label_texts` the number of texts with it, `label_score` the mean score on them.
+        `kind_of_head` is the first of these that applies:
 
-            positional   the label is one that tokens have no part in
+            positional   the label depends on positions alone, not on tokens
             sink         more than half of the mass lies on the first token
             low rank     rank90, with its whole interval, is below half of the random head's
             content      all others
 
-        and empty for fewer than 32 tokens, which are too few to tell.
+        It is empty for fewer than 32 tokens, which are too few to tell.
         """
         return self._table
 
@@ -143,7 +143,7 @@ class Scan:
     def growth(self, column: str = RANK) -> pl.DataFrame:
         """How a measure grows with length, for each head: α of mean ∝ lengthᵅ, with an interval over texts.
 
-        The line goes through the head's means over texts at all lengths.
+        The line is fitted to the head's means over texts at all lengths.
         """
         values = self._by_text(column)
         found = exponent(torch.tensor(self.lengths, dtype=torch.float64), values)
@@ -157,7 +157,7 @@ class Scan:
         return Mean(*(x[0] for x in found))
 
     def _by_text(self, column: str) -> Tensor:
-        """(texts, lengths, heads), NaN where a text has not been measured."""
+        """A measure as (texts, lengths, heads), NaN for texts that have not been measured."""
         if column not in NUMBERS:
             raise ValueError(f"column: {column!r}, expected one of {', '.join(NUMBERS)}.")
         if len(self.lengths) < 2:
@@ -179,7 +179,7 @@ class Scan:
     def compare(self, other: Scan) -> pl.DataFrame:
         """Differences, this scan minus the other on the same texts, with paired intervals: one row for each head.
 
-        Where both were scanned together (`against`), `delta_rank90` and so on are of ΔA = A₁ − A₂ itself, and
+        If both were scanned together (`against`), `delta_rank90` and so on measure ΔA = A₁ − A₂ itself, and
         `delta_relative` is ‖ΔA‖ / ‖A₁‖.
         """
         apart, key = self.paired(other), list(store.KEY)
@@ -219,7 +219,7 @@ class Scan:
     def report(self, path: str | Path, *, against: Scan | None = None, language: Language = "en") -> Path:
         """Write everything to one HTML file (needs `pip install 'heedful[report]'`)."""
         try:
-            from heedful.report import write  # needs more than a scan does
+            from heedful.report import write  # has more dependencies than a scan
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(
                 f"the page of a scan can't be made here: {missing}. pip install 'heedful[report]'", name=missing.name
@@ -243,7 +243,9 @@ def _by_length(rows: pl.DataFrame) -> list[tuple[int, pl.DataFrame]]:
 
 
 def _cube(rows: pl.DataFrame, columns: list[str]) -> Tensor:
-    """(texts, heads, columns) in float64, NaN where there is no number; rows sorted by text, then alike in each."""
+    """The columns as (texts, heads, columns) in float64, NaN for missing numbers. Sort rows by text first, then in the
+    same order in each text.
+    """
     texts = rows["text"].n_unique()
     flat = torch.tensor(rows.select(pl.col(columns).cast(pl.Float64).fill_null(float("nan"))).to_numpy())
     if len(flat) % texts:
@@ -281,7 +283,7 @@ def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
         .agg(pl.col("label").mode(maintain_order=True).first().alias("named"))
     )
     rows = rows.join(labels, on=["layer", "head"]).with_columns(agrees=pl.col("label") == pl.col("named"))
-    rows = rows.with_columns(pl.when("agrees").then(pl.col("label_score")))  # of the label that the head gets
+    rows = rows.with_columns(pl.when("agrees").then(pl.col("label_score")))  # scores of the head's label only
     columns = [BOUNDS.get(name, name) for name in NUMBERS]
     table = _means(length, rows, [*columns, "seconds"])
     drop = [f"{name}_{side}" for name in (*BOUNDS.values(), "seconds") for side in ("low", "high")]
@@ -299,7 +301,7 @@ def _group(length: int, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _mean_lists(rows: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Lists averaged over texts, entry by entry, as far as the shortest goes; one row for each head that has some."""
+    """Lists averaged over texts entry by entry, up to the shortest length; one row for each head that has lists."""
     some = rows.select("layer", "head", pl.col(name)).drop_nulls()
     width = min(some[name].list.len().to_list(), default=0)
     entries = some.with_columns(pl.col(name).list.head(width), pl.lit(list(range(width))).alias("at"))

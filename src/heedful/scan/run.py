@@ -1,7 +1,7 @@
-"""The scan itself: encode, survey the layers, measure text by text, write each as it comes, stop when it is precise.
+"""Run a scan: encode the texts, find the layers, measure text by text, write each result, stop when precise enough.
 
-The unit of work is one text at one length. Its rows depend on nothing but the model, the inputs and the options, so
-that it does not matter in which process, in which order or after how many kills they were taken.
+The unit of work is one text at one length. Its rows depend only on the model, the inputs and the options. Which process
+measures a unit, in which order, and how often the scan was killed and resumed makes no difference.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from heedful.store.scans import RANK, Run
 
 DEFAULT_LENGTH = 512
 DEFAULT_TEXTS = 8
-HASHED = 1 << 23  # bytes of a weight that are hashed at a time
-SURVEYED = 256  # tokens of the run that finds the layers
+HASHED = 1 << 23  # bytes of a weight hashed at a time
+SURVEYED = 256  # tokens of the forward pass that finds the layers
 
 
 def scan(
@@ -57,16 +57,16 @@ def scan(
 ) -> Scan:
     """Measure every head of every layer of a model on texts. docs/scan.md says what is measured.
 
-    texts       strings; or token ids, or inputs that the model takes (such as {"pixel_values": …}), with tokenizer
-                None. By default passages that come with heedful
-    lengths     tokens of each text that are read, its first ones; a text that has fewer is refused. By default 512 of
-                heedful's passages, and texts that were given whole
+    texts       strings; or, with tokenizer None, token ids or inputs of the model (such as {"pixel_values": …}). By
+                default passages that come with heedful
+    lengths     how many tokens to read from the start of each text; a text with fewer is refused. By default 512 of
+                heedful's passages, and all tokens of your own texts
     out         folder of the records; by default a new one in the system's temporary folder
-    resume      go on with the scan in `out`; texts and lengths may be added
-    options     which layers, how precisely, beside which other model: see `ScanOptions`
+    resume      continue the scan in `out`; texts and lengths may be added
+    options     layers, precision, a second model to compare with: see `ScanOptions`
     execution   device, memory, engine, progress: see `Execution`
 
-    Fields of the two objects may be passed by themselves until the next release, with a DeprecationWarning.
+    Until the next release, fields of the two objects may be passed as keywords, with a DeprecationWarning.
     """
     options, execution = with_old_names(options, execution, old)
     lengths = _lengths(lengths)
@@ -90,7 +90,7 @@ def scan(
         plan = _Plan(run, first.readings, others, lengths, options.precision, _done(run, beside))
         tick = _Tick(execution.progress, plan)
         worker = partial(Worker, first.probe, None if second is None else second.probe, first.task)
-        # Parts of a unit are told where it is done here; the memory of other processes is not bounded by this one's.
+        # Only a local worker can report fractions of a unit. Workers in other processes need their own memory limit.
         local = execution.engine == "local"
         worker = partial(worker, tick=tick) if local else partial(worker, memory=execution.memory)
         for done in execution.executor(device).run(worker, plan.pending()):
@@ -106,7 +106,7 @@ def scan(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What both models of a comparison are measured with."""
+    """Texts, lengths, options and device, the same for both models of a comparison."""
 
     texts: Sequence[Text]
     lengths: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Setting:
 
 
 class _Side:
-    """A model with its inputs, layers and manifest: everything that can be refused before a text is measured."""
+    """A model with its inputs, layers and manifest. Making one raises whatever can be refused before measuring."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, name: str | None, setting: _Setting):
         model.to(setting.device)
@@ -135,7 +135,7 @@ class _Side:
 
 
 def _lengths(lengths: Sequence[int] | None) -> tuple[int, ...]:
-    """In ascending order, each once; empty: texts are read whole."""
+    """The lengths in ascending order without duplicates; empty: read texts whole."""
     for length in lengths or ():
         if not isinstance(length, int) or length < 2:
             raise ValueError(f"lengths: {length!r}, expected numbers of tokens, 2 or more.")
@@ -151,7 +151,7 @@ def _chosen(layers: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
 
 
 def _short(reading: Reading, device: str) -> dict[str, Any]:
-    """The first inputs, cut to what shows the layers; inputs that were given ready stay whole."""
+    """The first text's inputs, cut to SURVEYED tokens; ready-made inputs stay whole."""
     inputs = next(iter(reading.inputs.values()))
     plain = {"input_ids", "attention_mask", "decoder_input_ids"}
     given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -182,7 +182,7 @@ def _manifest(
 
 
 def _notes(model: nn.Module, probe: Probe) -> dict[str, Any]:
-    """What `heedful.notices` makes sentences of."""
+    """Manifest entries from which `heedful.notices` makes sentences."""
     found = {"weights": loaded(model).described(), "not_captured": out_of_sight(model), "draws": probe.draws}
     return {name: fact for name, fact in found.items() if fact}
 
@@ -194,14 +194,14 @@ def _dtype(model: nn.Module) -> str:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Of every weight and of the configuration: another model, or another fine-tuning of it, has another one."""
+    """A hash of all weights and the configuration: another model, or another fine-tuning, has another one."""
     digest = hashlib.sha256(heedful.__version__.encode())
     config: Any = getattr(model, "config", None)
     if config is not None:
         kept = {key: x for key, x in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     weights = sorted(model.state_dict().items())
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases Python's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         for part in pool.map(_digest, weights):
             digest.update(part)
     return digest.hexdigest()
@@ -211,7 +211,7 @@ def _digest(named: tuple[str, Tensor]) -> bytes:
     name, weight = named
     digest = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
     numbers = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    # Copies from a GPU go through one small pinned buffer: fresh pages take ten times as long.
+    # Copy from a GPU through one small pinned buffer: copies to fresh pages take ten times as long.
     buffer = torch.empty(min(HASHED, len(numbers)), dtype=torch.uint8, pin_memory=True) if weight.is_cuda else None
     for part in numbers.split(HASHED):
         digest.update((part if buffer is None else buffer[: len(part)].copy_(part)).numpy().data)
@@ -219,8 +219,8 @@ def _digest(named: tuple[str, Tensor]) -> bytes:
 
 
 def _tokens(tokenizer: Any, reading: Reading) -> dict[str, list[str]]:
-    """The tokens of the first text at each length, as text: the labels of the pictures. A text that was read whole has
-    its own length."""
+    """The tokens of the first text at each length, as strings, to label the pictures. A text read whole has its own
+    length."""
     found = {}
     for length, inputs in reading.inputs.items():
         ids = inputs.get("input_ids")
@@ -233,7 +233,7 @@ def _tokens(tokenizer: Any, reading: Reading) -> dict[str, list[str]]:
 
 
 def _write(result: Result, run: Run, other: Run | None) -> None:
-    """The rows of the scan itself come last: where they are, everything is, unless it was lost later."""
+    """Write a unit's results, the rows of the scan itself last: if they exist, so does everything else."""
     unit = result.unit
     if result.thumbnails:
         key = {"text": unit.text, "length": max(row["length"] for row in result.rows)}
@@ -245,7 +245,7 @@ def _write(result: Result, run: Run, other: Run | None) -> None:
 
 
 def _done(run: Run, other: Run | None) -> Callable[[Unit], bool]:
-    """Whether every part of a unit is there: rows, and pictures and the other model's where it has them."""
+    """A function that tells if a unit is complete: its rows, and its pictures and second-model rows if it needs any."""
     rows, pictures = run.done(), run.done("thumbnails")
     delta, others = (rows, rows) if other is None else (run.done("delta"), other.done())
 
@@ -257,7 +257,7 @@ def _done(run: Run, other: Run | None) -> Callable[[Unit], bool]:
 
 
 class _Tick:
-    """Progress in units: whole ones, and the part of the one at hand."""
+    """Reports progress in units, including the fraction done of the current unit."""
 
     def __init__(self, tell: Progress | None, plan: _Plan):
         self.tell, self.total, self.done = tell, sum(1 for _ in plan.units()), plan.count_done()
@@ -272,7 +272,7 @@ class _Tick:
 
 
 class _Plan:
-    """Which units are left, and whether those that are done will do."""
+    """Which units are left to measure, and whether the results so far are precise enough."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class _Plan:
         return sum(map(self.done, self.units()))
 
     def pending(self) -> Iterator[Unit]:
-        """What is left to measure: first texts of which some parts were lost, then new ones unless it is precise."""
+        """The units left to measure: first those of which some files were lost, then new ones unless it is precise."""
         left = [unit for unit in self.units() if not self.done(unit)]
         known = set(self.means)
         self.lost = {self._key(unit) for unit in left} & known
@@ -320,13 +320,13 @@ class _Plan:
         self.lost.discard(self._key(result.unit))
 
     def enough(self) -> bool:
-        """Whether the scan may stop here."""
+        """True if the scan may stop here."""
         return not self.lost and self.precise()
 
     def precise(self) -> bool:
-        """Whether the texts so far, without a gap, give every mean to the precision that was asked for.
+        """True if the first texts, up to the first incomplete one, give every mean with the requested precision.
 
-        Every number of them is tried, so that a scan which was resumed stops where it would have stopped.
+        Tries every number of texts from FEWEST on, so a resumed scan stops where an uninterrupted one would stop.
         """
         if self.precision is None:
             return False

@@ -13,7 +13,7 @@ RESAMPLES = 2000
 
 
 class Mean(NamedTuple):
-    """Means with 95 % intervals, which are NaN where there is one text or none."""
+    """Means with 95 % intervals, which are NaN for fewer than two texts."""
 
     mean: Float[Tensor, "*c"]
     low: Float[Tensor, "*c"]
@@ -25,10 +25,10 @@ class Mean(NamedTuple):
 
 
 def bootstrap(values: Float[Tensor, "texts ..."], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean:
-    """The mean over texts, and where 95 % of the means of resampled texts lie.
+    """The mean over texts, and the interval that holds 95 % of the means of resampled texts.
 
-    A mean of T resampled texts varies with (T − 1)/T of the variance that it should have; deviations are stretched by
-    the root, which matters for few texts. NaN stands for a text without the number, and is left out.
+    The mean of T resampled texts has only (T − 1)/T of the true variance, so deviations are multiplied by √(T/(T − 1));
+    this matters for few texts. NaN marks a text without a number, which is left out.
 
     >>> found = bootstrap(torch.arange(20.0, dtype=torch.float64)[:, None])
     >>> float(found.mean), bool(found.low < 9.5 < found.high)
@@ -55,10 +55,10 @@ def bootstrap(values: Float[Tensor, "texts ..."], *, resamples: int = RESAMPLES,
 def exponent(
     lengths: Float[Tensor, " l"], values: Float[Tensor, "texts l *c"], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Mean:
-    """α of mean ∝ lengthᵅ: the slope of the line through the logarithms of the means over texts, least squares.
+    """α of mean ∝ lengthᵅ: the least-squares slope of log(mean over texts) against log(length).
 
-    The same texts are resampled at all lengths, and the line is drawn again through their means. NaN stands for a text
-    without the number at that length.
+    Each resample uses the same texts at all lengths and fits its own line. NaN marks a text without a number at that
+    length.
 
     >>> x = torch.tensor([256.0, 512.0, 1024.0])
     >>> found = exponent(x, (x.sqrt() * 3).expand(4, -1)[..., None])
@@ -98,7 +98,7 @@ def _weights(count: int, resamples: int, seed: int) -> Float[Tensor, "resamples 
 
 
 def _ends(found: Float[Tensor, " c"], resampled: Float[Tensor, "resamples c"], count: int) -> Float[Tensor, "2 c"]:
-    """Where 95 % of the resampled values lie, stretched as `bootstrap` says."""
-    resampled = resampled.mT.contiguous()  # quantiles along the last axis take a quarter of the time
+    """The ends of the interval with 95 % of the resampled values, with deviations stretched as in `bootstrap`."""
+    resampled = resampled.mT.contiguous()  # quantiles along the last axis are four times as fast
     ends = resampled.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
     return found + sqrt(count / (count - 1)) * (ends - found)

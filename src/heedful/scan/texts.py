@@ -1,6 +1,6 @@
-"""What a scan reads: texts, token ids or ready inputs, at the lengths that were asked for.
+"""The inputs of a scan: texts, token ids or ready-made inputs, at the requested lengths.
 
-Everything is encoded before anything is measured, so that a text which will not do is told at once.
+All texts are encoded before anything is measured, so an unusable text is reported at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from heedful.notices import REFUSE_UNKNOWN, notices
 from heedful.shapes import Tensor
 
 Text = str | Tensor | Sequence[int] | Mapping[str, Any]
-PASSAGE = 2048  # tokens that each passage that comes with heedful has at least
+PASSAGE = 2048  # each of heedful's passages has at least this many tokens
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One text at one length: what is measured at a time, and written at a time.
+    """One text at one length: the unit in which a scan measures and writes.
 
-    other   the inputs of the model that is compared, where there is one
-    first   whether pictures are taken
+    other   the inputs of the second model, if two are compared
+    first   True for the first text, of which pictures are taken
     """
 
     text: str
@@ -40,9 +40,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Reading:
-    """A text with its inputs at each length; 0 stands for the whole text.
+    """A text with its inputs at each length; length 0 means the whole text.
 
-    unknown   the share of its tokens that the tokenizer does not know, at the length where it is largest
+    unknown   the share of tokens that the tokenizer does not know, the largest over lengths
     """
 
     id: str
@@ -62,7 +62,7 @@ class Reading:
 
 
 def token_count(inputs: Mapping[str, Any]) -> int:
-    """Tokens of these inputs; 0 where only the model can tell, as with images."""
+    """The number of tokens in these inputs; 0 if only the model knows it, as with images."""
     for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
         if isinstance(inputs.get(name), Tensor):
             return inputs[name].shape[1]
@@ -70,7 +70,7 @@ def token_count(inputs: Mapping[str, Any]) -> int:
 
 
 def builtin(length: int, count: int | None = None) -> list[str]:
-    """Passages that come with heedful, joined where one is too short; none is used twice."""
+    """Passages that come with heedful, joined if one is too short; each is used once."""
     each, stored = -(-length // PASSAGE), passages()
     joined = ["\n\n".join(stored[at : at + each]) for at in range(0, len(stored) - each + 1, each)]
     if not joined:
@@ -87,7 +87,7 @@ def builtin(length: int, count: int | None = None) -> list[str]:
 
 
 def pieces(text: str, length: int, count: int) -> list[str]:
-    """A long text cut into consecutive ones, each long enough for so many tokens of English prose and more."""
+    """A long text cut into at most `count` consecutive pieces of `length` tokens of English prose or more."""
     size = 8 * length
     cut = [text[at : at + size] for at in range(0, len(text), size)]
     if len(cut) > 1 and len(cut[-1]) < size:
@@ -105,10 +105,10 @@ def read(
     beyond: bool = False,
     allow_unknown: bool = False,
 ) -> list[Reading]:
-    """Encode every text at every length, or whole where no lengths are given.
+    """Encode every text at every length, or whole if no lengths are given.
 
-    A text of which the tokenizer does not know half of the tokens is refused unless `allow_unknown`; from 5 % on a
-    `Notice` names the worst one.
+    Refuses a text if the tokenizer does not know half of its tokens, unless `allow_unknown`. From 5 % on, a `Notice`
+    names the worst text.
     """
     if isinstance(texts, str | Tensor | Mapping):
         raise TypeError(f"texts: a single {type(texts).__name__}, expected a list of them: [text].")
@@ -141,7 +141,7 @@ def _unknown(tokenizer: Any, inputs: Mapping[int, Mapping[str, Any]]) -> float:
 
 
 def _as_tensor(text: Text) -> str | Tensor | Mapping[str, Any]:
-    """Token ids in a list are a tensor; everything else is as it was."""
+    """Convert a list of token ids to a tensor; return everything else unchanged."""
     if isinstance(text, str | Tensor | Mapping):
         return text
     try:
@@ -177,7 +177,7 @@ def _of_string(model: nn.Module, tokenizer: Any, text: str, length: int, beyond:
         except Refused as reason:
             raise Refused(f"{reason} Give a length, and the first tokens are read.") from reason
         return encode(model, tokenizer, text, count, beyond=beyond)
-    return encode(model, tokenizer, text)  # which says what is missing
+    return encode(model, tokenizer, text)  # raises, and says how many tokens are missing
 
 
 def _of_ids(model: nn.Module, ids: Tensor, length: int, beyond: bool) -> dict[str, Any]:

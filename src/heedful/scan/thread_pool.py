@@ -1,11 +1,11 @@
 """A thread pool that measures heads while the main thread runs the model.
 
 Measuring a head takes many small operations. Two torch threads that share each operation are 1.5 times as fast as one;
-two threads that take a head each are twice as fast. So half of torch's threads run the model and the other half measure
-what it produces. The main thread measures too when the pool falls behind.
+two threads that measure one head each are twice as fast. So half of torch's threads run the model and the other half
+measure its heads. The main thread measures too when the pool falls behind.
 
-The number of torch threads decides how sums are rounded. Every job runs with the same number, in whichever thread, so
-the results do not depend on who ran it.
+The number of torch threads decides how sums are rounded. Every job runs with the same number in every thread, so the
+results do not depend on the thread.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from heedful.executor import using
 
 Result = TypeVar("Result")
 
-MOST = 8  # threads of the pool: more would wait for Python's lock
-BEHIND = 2  # jobs per thread that may wait, each of which holds queries and keys
-HOLDING = 0.5  # the same for jobs that hold matrices as well; one may always wait
-OWN = 2  # the main thread's part of shared work, in units of another thread's part
+MOST = 8  # threads of the pool: more would wait for the GIL
+BEHIND = 2  # queued jobs per thread; each holds queries and keys
+HOLDING = 0.5  # queued jobs per thread if jobs also hold matrices; one job may always wait
+OWN = 2  # the main thread's part of shared work, relative to another thread's part
 
 
 class Job(Generic[Result]):
@@ -41,7 +41,7 @@ class Job(Generic[Result]):
         self._future = pool.submit(self._do)
 
     def _do(self) -> Result:
-        work, self._work = self._work, None  # its tensors are freed when it is done
+        work, self._work = self._work, None  # frees its tensors when the job ends
         assert work is not None
         return work()
 
@@ -63,7 +63,7 @@ class Job(Generic[Result]):
 
 
 class ThreadPool:
-    """Runs jobs in any order; with one thread, at once in the thread that submits them.
+    """Runs jobs in any order. With one thread, the thread that submits a job runs it at once.
 
     leading   torch threads of the main thread while the pool runs
 
@@ -83,7 +83,7 @@ class ThreadPool:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Jobs may be submitted inside; after an error, jobs that have not started are dropped."""
+        """Accept jobs inside the context; after an error, drop jobs that have not started."""
         try:
             with using(self.leading):
                 yield
@@ -92,9 +92,9 @@ class ThreadPool:
                 self._submitted.popleft().drop()
 
     def submit(self, work: Callable[[], Result], behind: float | None = None) -> Job[Result]:
-        """Run this now or later, in this thread or another.
+        """Queue a job; any thread may run it.
 
-        behind   jobs per thread that may wait; when there are more, this thread runs the oldest
+        behind   queued jobs per thread; if there are more, this thread runs the oldest
         """
         job = Job(partial(self._with_equal_threads, work))
         if self._pool is None:
@@ -122,11 +122,11 @@ class ThreadPool:
                 job.offer(self._pool)
         try:
             found = [first.result()]
-            for job in reversed(others):  # here, where no other thread has started it
+            for job in reversed(others):  # run here those that no other thread has started
                 job.result()
             return found + [job.result() for job in others]
         finally:
-            for job in others:  # where one of them failed
+            for job in others:  # if one of them failed
                 job.drop()
 
     def _with_equal_threads(self, work: Callable[[], Result]) -> Result:

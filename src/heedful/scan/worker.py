@@ -32,7 +32,7 @@ Tick = Callable[[float], None]
 
 @dataclass
 class Result:
-    """The rows of one unit: of the model, of the model it is compared with, of their difference, and pictures."""
+    """The results of one unit: rows of the model, of the second model, of their difference, and pictures."""
 
     unit: Unit
     rows: list[Row]
@@ -42,27 +42,27 @@ class Result:
 
 
 class _Own(threading.local):
-    """What each thread keeps for itself."""
+    """The cache of each thread."""
 
     def __init__(self) -> None:
         self.kept = Kept()
 
 
 Part = tuple[int, int]
-"""Heads from the first to before the second."""
+"""A range of heads: (first, last + 1)."""
 Look = Callable[[Call], Callable[[Part, Matrix], list[Row]]]
-"""What else to do about a call: a function of some of its heads and their weights, to be run when they are measured."""
+"""Extra work for a call: returns a function of a range of heads and their weights, to run when they are measured."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure of every unit.
+    """What to measure for every unit.
 
-    how      heads are measured
-    device   on which the model runs
+    how      how to measure heads
+    device   device on which the model runs
     layers   attention calls to measure; None: all
-    calls    attention calls after which a run of the model may stop
-    last     the name of the module that makes the last of these calls
+    calls    number of attention calls after which a forward pass may stop
+    last     name of the module that makes the last of these calls
     """
 
     how: Measuring
@@ -75,8 +75,8 @@ class Task:
 class Worker:
     """Measures units. Each process makes one; the rows of a unit do not depend on the units before.
 
-    tick     is told, after each layer, which share of the unit is done
-    memory   bytes that the process may take while it measures
+    tick     called after each layer with the fraction of the unit that is done
+    memory   bytes that the process may use while it measures
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Worker:
         self.task, self.tick, self.memory = task, tick, memory
         how, device = task.how, task.device
         self.baselines = Baselines(seed=how.seed, values=how.values, budget=how.budget)
-        # On a GPU two threads measure while this one runs the model: short sequences are CPU-bound.
+        # With a GPU, two threads measure while this one runs the model: short sequences are CPU-bound.
         self.threads = ThreadPool(torch.get_num_threads() if torch.device(device).type == "cpu" else 4)
         if torch.device(device).type == "cuda":
-            # torch loads its linear algebra for GPUs at the first use, and fails where two threads are the first.
+            # torch loads its GPU linear algebra at first use, and fails if two threads do so at once.
             torch.linalg.cholesky(torch.ones(1, 1, device=device))
         self.own = _Own()
         self.buffers = BufferPool()
@@ -142,10 +142,10 @@ class Worker:
     def _measure(
         self, probe: Probe, unit: Unit, inputs: dict[str, Any], look: Look, count: int | None = None
     ) -> tuple[list[Row], list[Row]]:
-        """Rows of the chosen layers, and what `look` gave; the model stops after the last one, of `count` calls where
-        that is known.
+        """Rows of the chosen layers, and the rows from `look`. The forward pass stops after the last chosen layer, or
+        after `count` calls if that is known.
 
-        What a model does after its last call, the probe has seen when it checked inputs of this form.
+        Stopping is safe: the probe ran the whole model when it checked inputs of this form.
         """
         given = {name: x.to(self.task.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         tokens = given.get("input_ids")
@@ -159,7 +159,7 @@ class Worker:
                 jobs.extend(self._jobs(unit, replace(call, v=call.v[..., :0].clone()), tokens, look, capture.take()))
             if self.tick is not None:
                 self.tick((call.at + 1) / self.task.calls)
-            # A text on which the model calls other modules than on the first one is read to its end.
+            # If the model calls other modules on this text than on the first one, run it to the end.
             if call.at == last and (layers is not None or call.name == self.task.last):
                 raise Enough
 
@@ -170,7 +170,7 @@ class Worker:
     def _jobs(
         self, unit: Unit, call: Call, tokens: Tensor | None, look: Look, passed: Pass | None
     ) -> Iterator[Job[tuple[list[Row], list[Row]]]]:
-        """The heads of a call, in parts, or all of them where the pass over their rows was made already."""
+        """Jobs for the heads of a call: in groups, or all in one job if `passed` holds the pass over their rows."""
         measure = partial(self._part, unit, call, more=look(call), written=_writes(call))
         if passed is not None:
             yield self.threads.submit(partial(measure, (0, call.heads), lambda: passed), thread_pool.HOLDING)
@@ -179,7 +179,7 @@ class Worker:
         for part in parts:
             job = self.threads.submit(partial(measure, part, partial(self._read, call, part, of_call(tokens, call))))
             if call.q.device.type != "cpu" and len(parts) > 1:
-                job.result()  # each group takes all the memory that it may: one after the other
+                job.result()  # each group may use all of the allowed memory, so run them one by one
             yield job
 
     def _read(self, call: Call, part: Part, tokens: Tensor | None) -> Pass:
@@ -197,7 +197,7 @@ class Worker:
         start = perf_counter()
         with (
             torch.cuda.device(call.q.device) if call.q.is_cuda else nullcontext()
-        ):  # a thread starts with the first GPU
+        ):  # a new thread would use the first GPU
             passed = read()
             looked = more(part, passed.matrix)
             found = measured(call.part(*part), passed, self.task.how, self.baselines, first=part[0])
@@ -227,9 +227,9 @@ class Worker:
 
 
 def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """The attention calls of a model in the order in which they run: what `layer` counts.
+    """The attention calls of a model in execution order; `layer` is the index in this list.
 
-    layers   those that are to be measured, which are checked as they will be
+    layers   calls that will be measured; the check runs them through the same code as the measurement
     """
     found: list[dict[str, Any]] = []
     kept = Kept()
@@ -248,7 +248,7 @@ def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = 
             }
         )
 
-    if probe.sees_all(inputs):  # the check of the first inputs has to be made in any case
+    if probe.sees_all(inputs):  # the check of the first inputs is needed anyway
         probe.check(inputs, visit, capture)
     else:
         probe(inputs, visit, capture)
@@ -256,7 +256,7 @@ def survey(probe: Probe, inputs: dict[str, Any], layers: Sequence[int] | None = 
 
 
 def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
-    """ΔA = A₁ − A₂ of some heads: its norm and effective rank, from products with the two."""
+    """Norm and effective rank of ΔA = A₁ − A₂ for some heads, from products with A₁ and A₂."""
     op = one.part(*part).operator().float() - two.part(*part).operator().float()
     found = how.spectrum(op, 1)
     r90, r95 = effective_rank(found, 0.9), effective_rank(found, 0.95)
@@ -270,7 +270,7 @@ def apart(one: Call, two: Call, part: Part, how: Measuring) -> list[Row]:
 
 
 def _writes(call: Call) -> list[int]:
-    """How often what the weights are made from was written to."""
+    """Version counters of q, k and bias: they change if the model writes to these tensors."""
     return [x._version for x in (call.q, call.k, call.bias) if x is not None]
 
 

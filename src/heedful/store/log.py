@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, and files that are replaced whole. `heedful.store` says how they are used."""
+"""Append-only files of JSON lines, and atomic replacement of files. See `heedful.store` for how to use them."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ except ImportError:  # Windows: one process at a time
 Record = dict[str, Any]
 
 DRAFT = ".draft-"
-"""How the name of a file begins that is being written."""
+"""Prefix of the name of a file that is being written."""
 SUM = b'{"sum":"'
 DIGITS = 16  # of a line's SHA-256
-GZIP = b"\x1f\x8b\x08"  # how a gzip member begins
+GZIP = b"\x1f\x8b\x08"  # first bytes of a gzip member
 CHUNK = 1 << 16  # bytes decompressed at a time
-LEVEL = 1  # of compression: columns of numbers take 5 ms in place of 39 at gzip's 6, and 6 % more bytes
+LEVEL = 1  # compression level: columns of numbers take 5 ms instead of 39 at level 6, and 6 % more bytes
 
 
 class Damaged(UserWarning):
-    """Some bytes of a log are not those that were written."""
+    """Some bytes of a log differ from those that were written."""
 
 
 class Unwritable(OSError):
-    """The system does not let us write there."""
+    """The system refused to write to a file."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """Some bytes of a log: an append (compressed) or a line (plain).
 
-    lines    JSON, one record each; None if the bytes are not whole
-    cut      the bytes are the end of the file and stop too early: a process was killed while it wrote them
+    lines    JSON, one record each; None if the bytes are damaged or incomplete
+    cut      the end of the file is truncated: a process was killed while it wrote
     """
 
     start: int
@@ -56,7 +56,7 @@ class Piece:
 class Log:
     """A file of JSON lines that only grows; compressed if its name ends with .gz.
 
-    allow_nan   write NaN and infinities as Python's json does; without it they are a ValueError, as JSON has none
+    allow_nan   write NaN and infinities as Python's json does; if False they raise ValueError, as JSON has none
 
     >>> import tempfile
     >>> log = Log(Path(tempfile.mkdtemp()) / "rows.jsonl")
@@ -68,10 +68,10 @@ class Log:
 
     def __init__(self, path: str | Path, *, allow_nan: bool = False):
         self.path, self.allow_nan = Path(path), allow_nan
-        self._whole = 0  # size of the file when everything in it was last known to be whole
+        self._whole = 0  # size of the file when it was last known to be undamaged
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records; they are on the disk when this returns. In a compressed log all are kept or none."""
+        """Append records; they are on disk when this returns. In a compressed log, all are stored or none."""
         data = self._encode(records)
         with explained(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,16 +92,16 @@ class Log:
                 flush_folder(self.path.parent)
 
     def records(self, damaged: Callable[[str], None] | None = None) -> Iterator[Record]:
-        """Every whole record, in the order of the file.
+        """All undamaged records, in the order of the file.
 
-        damaged   called with a sentence about damaged bytes; by default it is a `Damaged` warning. A cut-off end gives
-                  a warning in any case.
+        damaged   called with a sentence about damaged bytes; by default a `Damaged` warning. A truncated end always
+                  gives a warning.
         """
         for lines in self.appends(damaged):
             yield from map(json.loads, lines)
 
     def appends(self, damaged: Callable[[str], None] | None = None) -> Iterator[list[bytes]]:
-        """The same as lines of JSON that are not decoded, those of one append together if the log is compressed."""
+        """The same as undecoded lines of JSON; in a compressed log, the lines of one append together."""
         for piece in self.pieces():
             if piece.lines is not None:
                 yield piece.lines
@@ -111,17 +111,17 @@ class Log:
                 damaged(self._sentence(piece))
 
     def latest(self, *fields: str) -> dict[tuple, Record]:
-        """The last record for each value of these fields, in the order in which the values first came."""
+        """The last record for each value of these fields, in the order of their first appearance."""
         return {tuple(record.get(field) for field in fields): record for record in self.records()}
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write the log anew, at once."""
+        """Replace the whole log atomically."""
         with explained(self.path.parent):
             write_whole(self.path, b"".join(self._encode([record]) for record in records))
         self._whole = 0
 
     def set_aside(self) -> list[str]:
-        """Move what is not whole to `<name>.damaged`; the sentences about it, cut-off ends excepted."""
+        """Move damaged bytes to `<name>.damaged`; return sentences about them, except for a truncated end."""
         if not self.path.exists():
             return []
         with explained(self.path.parent), warnings.catch_warnings(record=True) as caught:
@@ -159,7 +159,7 @@ class Log:
         )
 
     def _repair(self) -> None:
-        """Keep the whole pieces of the log and move the rest aside."""
+        """Rewrite the log with its undamaged pieces and move the rest to `<name>.damaged`."""
         with self._locked() as file:
             pieces = list(self.pieces())
             broken = [piece for piece in pieces if piece.lines is None]
@@ -181,7 +181,7 @@ class Log:
 
     @contextmanager
     def _locked(self) -> Iterator[IO[bytes]]:
-        """The file, open to read and append, while no other process writes to it."""
+        """The file, opened for reading and appending and locked against other writers."""
         while True:
             with open(self.path, "ab+") as file:
                 if flock is not None:
@@ -231,8 +231,8 @@ def _members(content: bytes) -> Iterator[Piece]:
 
 
 def _member(content: bytes, start: int) -> tuple[int, bytes | None]:
-    """Where a gzip member ends and what is in it; (the end of the file, None) if it stops too early, (start, None) if
-    its bytes are damaged.
+    """The end of a gzip member and its content; (end of the file, None) if it is truncated, (start, None) if it is
+    damaged.
     """
     unpack, parts, at = zlib.decompressobj(wbits=31), [], start
     try:
@@ -247,7 +247,7 @@ def _member(content: bytes, start: int) -> tuple[int, bytes | None]:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Replace a file at once: a process that is killed leaves the old one or the new one, nothing between."""
+    """Replace a file atomically: a killed process leaves either the old or the new file."""
     path = Path(path)
     draft = path.with_name(f"{DRAFT}{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,13 +262,13 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def flush(file: IO[bytes]) -> None:
-    """Bring what was written to the disk."""
+    """Flush written bytes to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the entries of a folder to the disk."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -280,7 +280,7 @@ def flush_folder(path: Path) -> None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Inside, what the system refuses becomes `Unwritable` with a sentence."""
+    """Turn an OSError inside the context into `Unwritable` with a sentence."""
     try:
         yield
     except Unwritable:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def provenance() -> dict[str, str | None]:
-    """The code, the versions and the processor of this process."""
+    """Commit, versions and CPU of this process."""
     return {"commit": commit(), "torch": version("torch"), "python": platform.python_version(), "cpu": cpu()}
 
 
 def now() -> str:
-    """The time in UTC, as ISO 8601 writes it."""
+    """The current time in UTC, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -29,7 +29,7 @@ def version(package: str | None) -> str | None:
 
 
 def commit() -> str:
-    """The last commit that changed the library, followed by "+" if it was edited since; its version outside git."""
+    """The last commit that changed the library, with "+" if it was edited since; outside git, the version."""
     here = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 def cpu() -> str:
-    """The processor's name and how many cores this process may use."""
+    """The CPU's name and the number of cores that this process may use."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

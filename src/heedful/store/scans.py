@@ -1,13 +1,13 @@
-"""The records of a scan: tables in a folder, whole after every text. What writes them and what shows them meet here.
+"""The records of a scan: tables in a folder, complete after every text. Scans write them, reports read them.
 
-    scan.json               the manifest: which model, layers, texts, lengths, options, versions
+    scan.json               the manifest: model, layers, texts, lengths, options, versions
     rows.jsonl.gz           for each text and length, a row for each layer and head
-    delta.jsonl.gz          where two models were scanned together: how far apart their heads are
+    delta.jsonl.gz          if two models were scanned together: how far apart their heads are
     thumbnails.jsonl.gz     small pictures of every head, on the first text at each length
 
-The tables are logs of `heedful.store`. An append is two lines: the text, the length and the scan that it belongs to;
-then the columns. Of two appends about one text and length the last counts. A process that is killed loses the text it
-was at, and nothing else. Needs `pip install 'heedful[report]'`.
+The tables are logs of `heedful.store`. An append has two lines: the text, the length and the scan that it belongs to;
+then the columns. If there are several appends for one text and length, the last counts. A killed process loses only the
+current text. Needs `pip install 'heedful[report]'`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ModuleNotFoundError as missing:
 FORMAT = 3
 OFFSETS = (-2, -1, 0, 1, 2)
 RANK = "rank90"
-"""The rank that a scan reports, steers by and calls low (docs/decisions/0018)."""
+"""The rank that a scan reports, uses for its stopping rule, and uses to call a head low rank (docs/decisions/0018)."""
 KEY = {"text": pl.String, "length": pl.Int64, "layer": pl.Int64, "head": pl.Int64}
 NAMES = {"name": pl.String, "kind": pl.String, "turn": pl.Int64, "items": pl.Int64}
 NUMBERS = {
@@ -45,7 +45,7 @@ NUMBERS = {
         *("base_rank90", "base_rank95", "base_energy10", "base_entropy", "logit_std"),
     )
 }
-"""Everything that has a mean over texts."""
+"""All columns that have a mean over texts."""
 PROVENANCE = {"seconds": pl.Float64, "seed": pl.Int64, "device": pl.String, "version": pl.String}
 ROWS: dict[str, Any] = {
     **KEY,
@@ -79,15 +79,15 @@ THUMBNAILS: dict[str, Any] = {
 TABLES = {"rows": ROWS, "delta": DELTA, "thumbnails": THUMBNAILS}
 
 UNTIMED = [name for name in ROWS if name != "seconds"]
-"""The columns that two runs of the same scan agree on, bit for bit."""
+"""The columns that are bit-identical in two runs of the same scan."""
 
 
 class AnotherScan(ValueError):
-    """A run folder that holds something else than what it was opened for."""
+    """A run folder holds another scan, or something else."""
 
 
 class Broken(ValueError):
-    """A file of a run folder that can't be read."""
+    """A file of a run folder can't be read."""
 
 
 class Run:
@@ -107,17 +107,17 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """A folder that was written before."""
+        """Open an existing run folder."""
         folder = Path(folder)
         return cls(folder, read_manifest(folder))
 
     @classmethod
     def begin(cls, folder: str | Path, manifest: Mapping[str, Any], *, resume: bool = False) -> Run:
-        """A folder to write to: a new one or, to resume, one of the same scan."""
+        """Open a folder for writing: a new one or, to resume, one of the same scan."""
         folder, manifest = Path(folder), {"format": FORMAT, **manifest}
         if folder.exists() and not folder.is_dir():
             raise AnotherScan(f"{folder}: a file; expected a folder for the records, or none yet.")
-        manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read: lists, not tuples
+        manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read back: lists, not tuples
         there = (folder / "scan.json").exists()
         if there and not resume:
             raise AnotherScan(
@@ -136,32 +136,32 @@ class Run:
             manifest = _joined(before, manifest)
         run = cls(folder, dict(manifest))
         for table in TABLES if there else ():
-            for head, _ in run._parts(table, damaged=lambda sentence: None):  # `done` tells about it
+            for head, _ in run._parts(table, damaged=lambda sentence: None):  # `done` warns about them
                 run._check_owner(table, head)
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for draft in folder.glob(DRAFT + "*"):  # what a killed process had not finished
+            for draft in folder.glob(DRAFT + "*"):  # unfinished files of a killed process
                 draft.unlink()
         run.save_manifest()
         return run
 
     def save_manifest(self) -> None:
-        """Replace scan.json at once."""
+        """Replace scan.json atomically."""
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False, allow_nan=False)
         with explained(self.folder):
             write_whole(self.folder / "scan.json", text + "\n")
 
     def done(self, table: str = "rows") -> set[tuple[str, int]]:
-        """Texts and lengths that need not be measured again: those whose record is there and whole.
+        """Texts and lengths with an undamaged record, which need not be measured again.
 
-        Every byte is read. What is damaged is moved to `<table>.jsonl.gz.damaged`, with a warning, and does not count.
+        Reads every byte. Moves damaged bytes to `<table>.jsonl.gz.damaged`, with a warning; they do not count.
         """
         for sentence in self._log(table).set_aside():
             warnings.warn(f"{sentence} Its text is measured again.", Damaged, stacklevel=2)
         return {(head["text"], head["length"]) for head, _ in self._parts(table)}
 
     def write(self, text: str, length: int, rows: Sequence[Mapping[str, Any]], table: str = "rows") -> None:
-        """Append what was found about one text at one length."""
+        """Append the rows of one text at one length."""
         columns = {name: _plain([row.get(name) for row in rows]) for name in TABLES[table]}
         self._log(table).append({"text": text, "length": length, "scan": self._owner(text)}, columns)
 
@@ -170,7 +170,7 @@ class Run:
         return self._read("rows", ROWS)
 
     def delta(self) -> pl.DataFrame:
-        """How far the heads of two models are apart; no rows where one was scanned alone."""
+        """How far apart the heads of two models are; no rows if one model was scanned alone."""
         return self._read("delta", DELTA)
 
     def thumbnails(self) -> pl.DataFrame:
@@ -183,7 +183,7 @@ class Run:
     def _parts(
         self, table: str, damaged: Callable[[str], None] | None = None
     ) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """What was appended, in order: what it is about, and its columns, which are not decoded."""
+        """The appends in order: (header, undecoded columns)."""
         for head, columns in self._log(table).appends(damaged):
             yield json.loads(head), columns
 
@@ -194,7 +194,7 @@ class Run:
         found = {}
         for head, columns in self._parts(table, refuse):
             self._check_owner(table, head)
-            found[head["text"], head["length"]] = columns  # of two about one text and length the last counts
+            found[head["text"], head["length"]] = columns  # the last append for a text and length counts
         path = self._log(table).path
         frames = [self._frame(path, json.loads(columns), schema) for columns in found.values()]
         return pl.concat(frames or [pl.DataFrame(schema=dict(schema))]).sort(*KEY)
@@ -206,7 +206,7 @@ class Run:
         return pl.DataFrame({name: _numbers(columns[name], kind) for name, kind in schema.items()}, schema=dict(schema))
 
     def _owner(self, text: str) -> dict[str, Any]:
-        """What a record says of the scan that it belongs to, as the manifest has it."""
+        """The fields of the manifest that each record repeats, to identify its scan."""
         kept = {name: self.manifest.get(name) for name in ("model", "fingerprint", "options", "versions")}
         return {**kept, "texts": [each for each in self.manifest.get("texts", []) if each["id"] == text]}
 
@@ -221,7 +221,7 @@ class Run:
 
 
 def _plain(values: list[Any]) -> list[Any]:
-    """A column as JSON has it: numbers that are not finite become "NaN", "Infinity" or "-Infinity"."""
+    """A column for JSON: non-finite numbers become "NaN", "Infinity" or "-Infinity"."""
     plain = []
     for value in values:
         if isinstance(value, list) and not math.isfinite(sum(value)):
@@ -233,7 +233,7 @@ def _plain(values: list[Any]) -> list[Any]:
 
 
 def _numbers(values: list[Any], kind: Any) -> list[Any]:
-    """The values of a column as they were written."""
+    """The values of a column, decoded."""
     if kind == pl.Float64:
         return [float(x) if isinstance(x, str) else x for x in values]
     if kind == pl.List(pl.Float32):
@@ -267,7 +267,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def title_of(manifest: Mapping[str, Any]) -> str:
-    """A model's name without the folders before it.
+    """A model's name without its folders.
 
     >>> title_of({"model": "/models/all-MiniLM-L6-v2/"})
     'all-MiniLM-L6-v2'
@@ -277,7 +277,7 @@ def title_of(manifest: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Why two manifests are not of one scan, in sentences; texts and lengths may be added.
+    """Sentences on why two manifests belong to different scans; added texts and lengths do not count.
 
     >>> differences({"model": "a", "options": {"seed": 0}}, {"model": "b", "options": {"seed": 1}})
     ["the model was 'a', not 'b'.", 'seed was 0, not 1.']
@@ -315,7 +315,7 @@ def _joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_empty(folder: Path) -> None:
-    """Refuse a folder without a manifest that holds more than a scan leaves that was killed before its first record."""
+    """Refuse a folder that has no manifest but holds more than what a scan leaves if killed before its first record."""
     others = sorted(path for path in folder.iterdir() if not path.name.startswith(DRAFT))
     tables = [path for path in others if path.name in {f"{name}.jsonl.gz" for name in TABLES}]
     if tables:

@@ -1,1 +1,1 @@
-"""Models trained and compared: configs, corpora, runs and their records. Needs `pip install 'heedful[studies]'`."""
+"""Studies that train and compare models: configs, corpora, runs and records. Needs `pip install 'heedful[studies]'`."""

@@ -1,4 +1,4 @@
-"""What one run trains, as plain data: the same config has the same hash on every machine, and is trained once."""
+"""The config of one run as plain data: equal configs have the same hash on every machine and are trained once."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ QK: dict[str, Any] = {
     "orthogonal-start": partial(trained, Orthogonal),
     "orthogonal-lora": partial(adapted, Orthogonal, 8),
 }
-"""Schemes of a projection into heads; "orthogonal-start" is trained, "orthogonal-lora" has an update of rank 8."""
+"""Schemes of a projection into heads; "orthogonal-start" is trained, "orthogonal-lora" adds an update of rank 8."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring heads of a layer.
+    """A group of adjacent heads of a layer.
 
-    mechanism   softmax, linear, favor+, window; or the kinds of fixed patterns of the heads, after token: or word:
-    qk, v       a scheme of QK
+    mechanism   softmax, linear, favor+, window; or "token:" or "word:" followed by the kinds of fixed patterns
+    qk, v       projection scheme, one of QK
     """
 
     count: int
@@ -57,9 +57,9 @@ LEARNED = (Group(8),)
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of an encoder and decoder; the heads of each layer of a stack are the same.
+    """Shape of an encoder and decoder; all layers of a stack have the same heads.
 
-    shared      projections that all layers of a stack share, as in Transformer
+    shared      projections shared by all layers of a stack, as in Transformer
     positions   "sinusoidal" or "rope"
     """
 
@@ -77,9 +77,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """AdamW with linear warmup and a cosine to a tenth of the peak; a step is a batch of about `tokens` a side.
+    """AdamW with linear warmup and cosine decay to a tenth of the peak; a batch has about `tokens` tokens per side.
 
-    precision   of weights and activations on a GPU; AdamW keeps float32 weights. A CPU computes in float32
+    precision   precision of weights and activations on a GPU; AdamW has float32 weights. A CPU uses float32
     """
 
     steps: int
@@ -95,11 +95,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One training of one cell of a study.
+    """One training run of one cell of a study.
 
-    corpus      name of a folder of encoded pairs, as "de-5000", or of another task, as "prose"
-    direction   "de-en" or "en-de": from which side to which; other tasks have one direction
-    shuffled    pair each source with the target of another pair: the control, which must not learn to translate
+    corpus      name of a folder of encoded pairs, such as "de-5000", or of another task, such as "prose"
+    direction   direction of translation, "de-en" or "en-de"; other tasks have one direction
+    shuffled    pair each source with the target of another pair: a control that must not learn to translate
     """
 
     study: str
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The run's name: a hash of all of its config; fields added since the first records count if they are set."""
+        """The run's name: a hash of its config. Fields added after the first records enter the hash only if set."""
         config = asdict(self)
         if config["model"]["positions"] == "sinusoidal":
             del config["model"]["positions"]
@@ -121,7 +121,7 @@ class Run:
 
 
 def build(model: Model, vocabulary: int, *, encoder: bool = True) -> Transformer:
-    """The Transformer of a config, with an encoder or without, its weights drawn from torch's generator."""
+    """The Transformer of a config, with or without an encoder; weights are drawn from torch's generator."""
 
     def stack(groups: tuple[Group, ...], causal: bool) -> list[Heads]:
         return [

@@ -1,8 +1,8 @@
-"""Encoded pairs of sentences, and the batches that a run sees.
+"""Encoded pairs of sentences, and the batches of a run.
 
-A batch holds pairs of similar length, both sides padded on the right to the same width, one of WIDTHS, and has as many
-rows as fit. So training has a dozen shapes, for each of which a step is captured once. Which pairs a step sees depends
-on the seed and the number of the step alone.
+A batch has pairs of similar length, both sides padded on the right to the same width, one of WIDTHS, and as many rows
+as fit. So training has only a dozen shapes, and a step is captured once for each. The pairs of a step depend only on
+the seed and the number of the step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 class Side(NamedTuple):
-    """Sentences of one language end to end.
+    """The concatenated sentences of one language.
 
-    tokens   of all sentences
-    begins   whether each token begins a word
-    starts   where each sentence begins
-    counts   which tokens of a target count in the loss; all of them and the end of the sentence by default
+    tokens   tokens of all sentences
+    begins   True for tokens that begin a word
+    starts   index of the first token of each sentence
+    counts   True for target tokens that count in the loss; by default all, and the end of the sentence
     """
 
     tokens: Int[Tensor, " total"]
@@ -51,7 +51,7 @@ class Pairs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Padded sentences: what the encoder reads, what the decoder reads, and what it should say."""
+    """Padded sentences: the encoder's input, the decoder's input, and what the decoder should predict."""
 
     source: Int[Tensor, "b n"]
     segments: Int[Tensor, "b n"]
@@ -74,7 +74,7 @@ class Corpus(NamedTuple):
 
     @property
     def has_source(self) -> bool:
-        """Whether there is something for an encoder to read."""
+        """True if there is a source for an encoder to read."""
         return len(self.splits["train"].source.tokens) > 0
 
 
@@ -100,7 +100,7 @@ def load(folder: Path, direction: str) -> Corpus:
 
 
 def shuffle_targets(pairs: Pairs, seed: int) -> Pairs:
-    """Each source with the target of another pair: what is left to learn is the language, not the translation."""
+    """Pair each source with the target of another pair: a model can learn the language, but not to translate."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
     starts, target = pairs.target.starts, pairs.target
     parts = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in order.tolist()]
@@ -110,7 +110,7 @@ def shuffle_targets(pairs: Pairs, seed: int) -> Pairs:
 
 
 def batches(pairs: Pairs, tokens: int, seed: int) -> Iterator[Int[Tensor, " b"]]:
-    """Numbers of the pairs of each step, without end: every pair once an epoch, −1 where a batch has a row too many."""
+    """Yield the indices of the pairs of each step, endlessly: every pair once per epoch; −1 marks unused rows."""
     longest = torch.maximum(pairs.source.lengths, pairs.target.lengths) + 1
     epoch = 0
     while True:
@@ -124,9 +124,9 @@ def batches(pairs: Pairs, tokens: int, seed: int) -> Iterator[Int[Tensor, " b"]]
 
 
 def by_length(lengths: Int[Tensor, " s"], tokens: int, order: Int[Tensor, " s"]) -> list[Int[Tensor, " b"]]:
-    """Divide pairs into batches of similar length, of at most `tokens` after padding; ties stay in the given order.
+    """Divide pairs into batches of similar length, at most `tokens` after padding; ties keep the given order.
 
-    The longest come first, so all batches but the last have as many rows as fit.
+    The longest pairs come first, so all batches except the last have as many rows as fit.
     """
     order = order[lengths[order].argsort(stable=True, descending=True)]
     chunks, start = [], 0
@@ -141,12 +141,12 @@ WIDTHS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 
 
 def padded_width(length: int) -> int:
-    """The first of WIDTHS that holds so many tokens; beyond them, a multiple of 64."""
+    """The smallest of WIDTHS that fits `length` tokens; beyond them, a multiple of 64."""
     return next((width for width in WIDTHS if width >= length), -(-length // 64) * 64)
 
 
 def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = None) -> Batch:
-    """The batch of these pairs, on the device; a row of −1 is an empty sentence with nothing wanted."""
+    """The batch of these pairs, on the device; −1 gives an empty sentence without targets."""
     width = padded_width(max(int(side.lengths[rows[rows >= 0]].max()) for side in pairs) + 1)
     empty = (rows < 0)[:, None]
     rows = rows.clamp(min=0)
@@ -169,7 +169,7 @@ def gather(pairs: Pairs, rows: Int[Tensor, " b"], device: torch.device | None = 
 
 
 def _padded(side: Side, rows: Int[Tensor, " b"], width: int) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
-    """Tokens of the sentences and whether they begin a word, padded to the width."""
+    """Tokens of the sentences, and which of them begin a word, padded to the width."""
     lengths, starts = side.lengths[rows], side.starts[:-1][rows]
     at = torch.arange(width)
     inside = at < lengths[:, None]

@@ -1,7 +1,7 @@
-"""Study a: do fixed positional heads in the encoder help translation, most of all with little data?
+"""Study a: do fixed positional heads in the encoder help translation, especially with little data?
 
-Raganato et al. 2020 (arXiv:2002.10260) give seven of the eight heads of each encoder layer fixed patterns and leave one
-to learn; decoder and cross-attention learn all of theirs.
+Raganato et al. 2020 (arXiv:2002.10260) give seven of the eight heads of each encoder layer fixed patterns and let one
+learn; all heads of decoder and cross-attention learn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("current", "previous", "next", "left", "right", "start", "end")
 
 
 def fixed(count: str, kinds: Iterable[str]) -> Group:
-    """Fixed heads of these kinds, which count tokens ("token") or words ("word")."""
+    """Fixed heads of these kinds, with offsets in tokens ("token") or words ("word")."""
     kinds = tuple(kinds)
     return Group(len(kinds), f"{count}:{' '.join(kinds)}")
 
@@ -38,24 +38,24 @@ CELLS: dict[str, Model] = {
     "8F": Model(encoder=(fixed("token", (*KINDS, "last")),)),
     "1L": Model(encoder=(Group(1),)),
 }
-"""8F has the last token as its eighth head. The head of 1L is as wide as one of eight: 7F+1L without the seven."""
+"""The eighth head of 8F attends to the last token. 1L is 7F+1L without the seven fixed heads: one head of 1/8 width."""
 
 CONTROLS = {
     "8L rope": Model(positions="rope"),
     "7Ftoken+1L rope": replace(CELLS["7Ftoken+1L"], positions="rope"),
     "8F current": Model(encoder=(fixed("token", ["current"] * 8),)),
 }
-"""Added after the first runs, in which the learned heads of 8L found no neighbours by sinusoidal positions: rotary
-positions, and an encoder in which each token sees itself alone."""
+"""Added after the first runs, in which the learned heads of 8L did not find neighbours by sinusoidal positions: rotary
+positions, and an encoder in which each token sees only itself."""
 
 LEFT_OUT = {
     f"7Ftoken+1L without {kind}": Model(encoder=(fixed("token", (x for x in KINDS if x != kind)), Group(1)))
     for kind in KINDS
 }
-"""Each fixed head left out in turn."""
+"""Ablations: each fixed head left out in turn."""
 
 STEPS = {5_000: 1_500, 20_000: 3_000, 100_000: 10_000, 160_000: 15_000, 2_900_000: 100_000}
-"""Of the training, for each number of pairs; 100 for a handful of pairs, which is for trying things out."""
+"""Training steps for each number of pairs; 100 for a handful of pairs, for trying things out."""
 
 
 def training(corpus: str) -> Training:
@@ -69,7 +69,7 @@ def training(corpus: str) -> Training:
 
 
 def runs(seeds: Iterable[int], corpora: Iterable[str] = ("de-5000", "de-20000"), direction: str = "de-en") -> list[Run]:
-    """Every cell on every corpus, the first seed of all of them first."""
+    """The runs of every cell on every corpus, ordered by seed."""
     return [
         Run("fixed-heads", cell, corpus, training(corpus), model, direction, seed)
         for seed in seeds

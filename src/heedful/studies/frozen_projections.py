@@ -1,4 +1,4 @@
-"""Study b: what becomes of translation where queries and keys are random projections that never learn?
+"""Study b: how well does translation work if queries and keys are random projections that are never trained?
 
 Text 003 proposes orthogonal random attention: W_q and W_k orthogonal, drawn once and frozen, in every attention layer.
 """
@@ -24,7 +24,7 @@ too costs about 1 more. Linear and FAVOR+ attention are below softmax whether pr
 
 
 def everywhere(*groups: Group) -> Model:
-    """The same heads in the encoder, the decoder and between them."""
+    """The same heads in encoder, decoder and cross-attention."""
     return Model(encoder=groups, decoder=groups, cross=groups)
 
 
@@ -46,7 +46,7 @@ COMBINED: dict[str, Model] = {
     for name in ("linear", "favor+", "window")
     for qk in ("learned", "orthogonal")
 }
-"""With other mechanisms in self-attention; cross-attention stays softmax with learned projections."""
+"""Cells with other mechanisms in self-attention; cross-attention stays softmax with learned projections."""
 
 
 TASKS: dict[str, tuple[Training, dict[str, Any]]] = {
@@ -54,11 +54,11 @@ TASKS: dict[str, tuple[Training, dict[str, Any]]] = {
     "manuals": (Training(600, smoothing=0.0), {}),
     "recall": (Training(2_000, smoothing=0.0), {"layers": 2, "dropout": 0.0}),
 }
-"""Training on the other tasks, and what their models have otherwise; see corpora/tasks.py."""
+"""Training on the other tasks, and how their models differ; see corpora/tasks.py."""
 
 
 def runs(seeds: Iterable[int], corpora: Iterable[str] = ("de-5000", "de-20000"), direction: str = "de-en") -> list[Run]:
-    """Every cell on every corpus or task, the first seed of all of them first."""
+    """The runs of every cell on every corpus or task, ordered by seed."""
 
     def run(cell: str, corpus: str, model: Model, seed: int) -> Run:
         if corpus in TASKS:

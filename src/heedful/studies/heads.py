@@ -52,13 +52,13 @@ def describe_heads(
 
 
 def _matrices(model: Transformer, batch: Batch) -> list[Float[Tensor, "b h n n"]]:
-    """The attention matrices of each encoder layer, formed from the queries and keys that it sees."""
+    """The attention matrices of each encoder layer, materialised from its queries and keys."""
     calls: list[tuple[Any, Tensor, Tensor, dict]] = []
 
     def note(mechanism, args, kwargs):
         calls.append((mechanism, args[0], args[1], kwargs))
 
-    # Layers may share a mechanism that has no weights: one hook each, called for every layer.
+    # Layers may share a mechanism without weights: one hook per mechanism, called for every layer.
     mechanisms = {id(layer.mechanism): layer.mechanism for layer in _attentions(model)}
     hooks = [mechanism.register_forward_pre_hook(note, with_kwargs=True) for mechanism in mechanisms.values()]
     try:
@@ -74,7 +74,7 @@ def _attentions(model: Transformer) -> list[Attention]:
 
 
 def _shares(A: Float[Tensor, "b h n n"], lengths: Int[Tensor, " b"]) -> dict[str, tuple[Tensor, Bool[Tensor, "b n"]]]:
-    """For each name, a number of every row and the rows to which it applies."""
+    """For each name, one number per row, and the rows to which it applies."""
     n = A.shape[-1]
     i, j = torch.arange(n, device=A.device)[:, None], torch.arange(n, device=A.device)
     L = lengths[:, None, None]

@@ -1,12 +1,12 @@
-"""Cross-entropy of tokens against a vocabulary that is also the embedding, with gradients formed on the way.
+"""Cross-entropy of tokens with tied embeddings; the forward pass also computes the gradients.
 
-z           x Eᵀ, one row of V logits a token;  p = softmax(z)
+z           x Eᵀ, one row of V logits per token;  p = softmax(z)
 loss        mean over wanted tokens t of  log Σ exp z − (1 − ε) z_t − ε z̄,   z̄ = x·Ē the mean logit
-gradients   dz = p − (1 − ε) onehot(t) − ε / V;  the last part is the same for all of V, so it is taken out:
+gradients   dz = p − (1 − ε) onehot(t) − ε / V;  the last term is the same for all of V, so it is applied separately:
             dx = s (p' E − ε Ē),  dE = p'ᵀ (s x) − (ε / V) Σ s x,   p' = p − (1 − ε) onehot(t),  s = 1 / count or 0
 
-The logits are the largest tensor of a step by far. They and p are written once each in the
-precision of x; torch's cross-entropy in float32 passes over them about ten times.
+The logits are by far the largest tensor of a step. They and p are written once each, in the precision of x; torch's
+cross-entropy in float32 makes about ten passes over them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from heedful.shapes import Float, Int, Tensor
 def token_loss(
     x: Float[Tensor, "t d"], E: Float[Tensor, "v d"], wanted: Int[Tensor, " t"], smoothing: float, ignore: int
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy of the wanted tokens, labels smoothed, tokens `ignore` left out; in float32."""
+    """Mean cross-entropy of the target tokens with label smoothing, without tokens equal to `ignore`; in float32."""
     return _TokenLoss.apply(x, E, wanted, smoothing, ignore)
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes at the real shapes, where the time goes, and how fast several processes are together."""
+"""Measure the time of a step at real shapes, its kernels, and the throughput of several processes together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from heedful.studies.translate import translate
 
 
 def profile(runs: list[Run], data: Path, device: torch.device, out: Path) -> int:
-    """Check that a step from a CUDA graph does what a launched one does, time both, and print the kernels of one.
+    """Check that a step replayed from a CUDA graph equals a launched one, time both, and print the kernels of one.
 
-    The exit code is 0 where graphs work for the first run of every cell.
+    The exit code is 0 if graphs work for the first run of every cell.
     """
     rows, failed = [], 0
     out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def _compare(run: Run, data: Path, device: torch.device, out: Path) -> dict[str,
     rows = list(islice(batches(pairs, run.training.tokens, 0), 12))
     given = [gather(pairs, rows[at], device) for at in range(2)]
     losses = {}
-    for graphs in (False, True):  # without dropout both see the same; six steps by two batches
+    for graphs in (False, True):  # no dropout, so both compute the same; six steps on two batches
         torch.manual_seed(0)
         model = start(run, corpus, device)
         for part in model.modules():
@@ -71,7 +71,7 @@ def _compare(run: Run, data: Path, device: torch.device, out: Path) -> dict[str,
 
 
 def _timed(steps: Steps, given: list[Batch], device: torch.device) -> dict[str, float]:
-    """Milliseconds a step, as seen by the host and in all."""
+    """Milliseconds per step: CPU time until the step is launched, and total time."""
     _wait(device)
     began, count = time.perf_counter(), 0
     while count < 100 and time.perf_counter() - began < 1.5:
@@ -83,7 +83,7 @@ def _timed(steps: Steps, given: list[Batch], device: torch.device) -> dict[str, 
 
 
 def _table(steps: Steps, batch: Batch, device: torch.device, path: Path) -> None:
-    """Write the kernels of five steps, the longest first."""
+    """Write the kernels of five steps, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]

@@ -1,6 +1,6 @@
-"""The page of a study: what it asked, what was predicted, what the runs show, and every run as a dot.
+"""The page of a study: the question, the prediction, what the runs show, and every run as a dot.
 
-It is made of rows as `heedful.studies.results` reads them; nothing is measured here.
+Made from rows as `heedful.studies.results` reads them; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from heedful.studies.texts import TEXTS
 
 WIDTH, LINE, LABELS = 640, 22, 210
 SHOWN_CURVES = 6
-"""Cells whose curves are drawn: lines are told apart by six dashes."""
+"""Cells whose curves are drawn; there are six dash styles."""
 
 METHODS = (
     ("orthogonal", {"en": "Orthogonal random attention (the open cell)", "zh": "正交随机注意力（原表空格）"}),
@@ -46,14 +46,14 @@ METHODS = (
 
 
 def write(rows: list[Row], path: str | Path, *, language: str = "en") -> Path:
-    """Write the page as one HTML file, whole or not at all."""
+    """Write the page as one HTML file, atomically."""
     path = Path(path)
     write_whole(path, html(rows, language=language))
     return path
 
 
 def html(rows: list[Row], *, language: str = "en") -> str:
-    """The whole page as text."""
+    """The page as HTML."""
     shell.check_language(language)
     study = rows[0]["study"]
     texts = TEXTS[study]
@@ -133,7 +133,7 @@ def _setting(rows: list[Row], table: Table) -> str:
 
 
 def dots(groups: Mapping[str, list[Row]], setting: Setting) -> str:
-    """An SVG with a line for each cell and a dot for each of its runs."""
+    """An SVG with one line per cell and one dot per run."""
     measure = MEASURES[setting.task][0]
     values = {name: list(by_seed(some, measure).values()) for name, some in groups.items()}
     values = {name: some for name, some in values.items() if some}
@@ -160,7 +160,7 @@ def dots(groups: Mapping[str, list[Row]], setting: Setting) -> str:
 
 
 def _curves(groups: Mapping[str, list[Row]], base: str) -> str:
-    """Loss on the development set along training, mean over seeds."""
+    """A plot of the loss on the development set during training, mean over seeds."""
     order = sorted(groups, key=lambda name: name != base)[:SHOWN_CURVES]
     series = {}
     for name in order:
@@ -174,7 +174,7 @@ def _curves(groups: Mapping[str, list[Row]], base: str) -> str:
 
 
 def _table_of_text(rows: list[Row]) -> str:
-    """Table 4.4 of text 003, its low-resource column measured."""
+    """Table 4.4 of text 003 with its low-resource column as measured here."""
     found = [setting for setting in settings(rows) if setting.task == "translation"]
     lines = []
     for cell, name in METHODS:
@@ -199,7 +199,7 @@ def _table_of_text(rows: list[Row]) -> str:
 
 
 def _heads(rows: list[Row]) -> str:
-    """Where the learned encoder heads of the baseline look, the largest share of each layer."""
+    """Where the learned encoder heads of the baseline attend: the largest share in each layer."""
     found = [row for row in rows if row["cell"] in BASELINES.values() and row.get("heads") and not row["shuffled"]]
     if not found:
         return ""
@@ -224,7 +224,7 @@ def _heads(rows: list[Row]) -> str:
 
 
 def _samples(rows: list[Row]) -> str:
-    """Some sentences of the test, and what seed 0 of each cell makes of them."""
+    """Some test sentences, and their translations by seed 0 of each cell."""
     parts = []
     for setting in settings(rows):
         groups = cells(rows, setting)
@@ -262,5 +262,5 @@ def _sources(rows: list[Row]) -> str:
 
 
 def payload(rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows without what only a page needs, for programs."""
+    """The rows for programs, without fields that only the page needs."""
     return [{name: value for name, value in row.items() if name not in ("samples", "heads", "curve")} for row in rows]

@@ -1,7 +1,7 @@
-"""What recorded runs show: one row a run, means over seeds, and differences that are paired by seed.
+"""Statistics of recorded runs: one row per run, means over seeds, and differences paired by seed.
 
-mean        over the seeds of a cell, with the half width of its 95 % interval by Student's t
-difference  of two cells, seed by seed, with its interval and the p-value of the paired t-test
+mean        mean over the seeds of a cell, with the half width of its 95 % interval by Student's t
+difference  difference of two cells, paired by seed, with its interval and the p-value of the paired t-test
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 BASELINES = {"fixed-heads": "8L", "frozen-projections": "learned"}
 SAME = {("frozen-projections", "learned"): ("fixed-heads", "8L")}
-"""A cell whose model and training are those of another study's: its runs on translation are taken from there."""
+"""Cells with the same model and training as a cell of another study: their translation runs are taken from there."""
 
 
 def published(study: str) -> list[Row]:
-    """The rows that come with heedful, of runs on one H200; none for a study that has not run."""
+    """The rows that come with heedful, from runs on one H200; empty for a study that has not run."""
     folder = files("heedful.studies") / "published"
     found: list[Row] = []
     for name in {study, *(other for (mine, _), (other, _) in SAME.items() if mine == study)}:
@@ -35,14 +35,14 @@ def published(study: str) -> list[Row]:
 
 
 def save(rows: Iterable[Row], path: Path) -> None:
-    """Write rows compressed, the same bytes for the same rows."""
+    """Write rows to a compressed file; the same rows give the same bytes."""
     text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def of_study(rows: Iterable[Row], study: str) -> list[Row]:
-    """The rows of a study, with those that it shares with another under its own names."""
+    """The rows of a study, including rows shared with another study, renamed to this one."""
     rows = list(rows)
     own = [row for row in rows if row["study"] == study]
     shared = {other: name for (mine, name), other in SAME.items() if mine == study}
@@ -54,7 +54,7 @@ def of_study(rows: Iterable[Row], study: str) -> list[Row]:
 
 
 class Spread(NamedTuple):
-    """A mean over seeds and half of its 95 % interval, which takes two seeds."""
+    """A mean over seeds and the half width of its 95 % interval, which needs two seeds."""
 
     mean: float
     half: float | None
@@ -77,7 +77,7 @@ def spread(values: list[float]) -> Spread:
 
 
 class Difference(NamedTuple):
-    """How much a cell is above another: mean of the gaps of equal seeds, half of its 95 % interval, p of no gap."""
+    """A cell minus another: mean difference over common seeds, half width of its 95 % interval, p-value of zero."""
 
     mean: float
     half: float | None
@@ -123,7 +123,7 @@ def t_cdf(t: float, freedom: int) -> float:
 
 @cache
 def t_quantile(freedom: int, p: float = 0.975) -> float:
-    """The t below which a share p lies, by bisection.
+    """The quantile of Student's t at p, by bisection.
 
     >>> round(t_quantile(4), 3)
     2.776
@@ -136,7 +136,7 @@ def t_quantile(freedom: int, p: float = 0.975) -> float:
 
 
 class Measure(NamedTuple):
-    """A number of a run: its name, where it is in a row, and whether more is better."""
+    """A measure of a run: its name, its path in a row, and whether more is better."""
 
     name: str
     path: tuple[str, ...]
@@ -162,11 +162,11 @@ MEASURES: dict[str, tuple[Measure, Measure]] = {
     "manuals": (ACCURACY, UNSEEN_ACCURACY),
     "recall": (ACCURACY, UNSEEN_ACCURACY),
 }
-"""The deciding measure of a task on its two tests."""
+"""The main measure of each task on its two tests."""
 
 
 class Setting(NamedTuple):
-    """What the cells of one table have in common."""
+    """What all cells of one table have in common."""
 
     corpus: str
     direction: str
@@ -178,7 +178,7 @@ class Setting(NamedTuple):
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
-    """The tables that rows make: translation by growing size, then the other tasks."""
+    """The settings of some rows, one per table: translation by increasing size, then the other tasks."""
     found = {setting_of(row) for row in rows}
     return sorted(found, key=lambda x: (list(MEASURES).index(x.task), x.direction, size_of(x.corpus), x.steps))
 
@@ -193,7 +193,7 @@ def size_of(corpus: str) -> int:
 
 
 def cells(rows: Iterable[Row], setting: Setting) -> dict[str, list[Row]]:
-    """The runs of each cell in a setting, by seed; the control with shuffled pairs is a cell of its own."""
+    """The runs of each cell in a setting, by seed; the control with shuffled pairs is a separate cell."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         if setting_of(row) == setting:
@@ -202,5 +202,5 @@ def cells(rows: Iterable[Row], setting: Setting) -> dict[str, list[Row]]:
 
 
 def by_seed(rows: Iterable[Row], measure: Measure) -> dict[int, float]:
-    """A measure of runs by their seeds, without those that lack it."""
+    """A measure of runs by seed, without runs that lack it."""
     return {row["seed"]: value for row in rows if (value := measure.of(row)) is not None}

@@ -1,7 +1,7 @@
-"""Work through the runs of a study: `python -m heedful.studies.run --study fixed-heads --out records`.
+"""Train the runs of a study: `python -m heedful.studies.run --study fixed-heads --out records`.
 
-Several processes share one GPU: at this size a step is bound by the launches of one process. A run that has ended is
-written at once; runs that are recorded already are skipped.
+Several processes share one GPU, because at this size a single process is bound by kernel launches. Each run is written
+when it ends; runs that are already recorded are skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STUDIES = {"fixed-heads": fixed_heads, "frozen-projections": frozen_projections}
 def work(
     run: Run, data: Path, device: torch.device, notice: Callable[[], None] = lambda: None, *, graphs: bool = True
 ) -> list[dict[str, Any]]:
-    """Train, test and translate one run; its record. `notice` is called whenever some steps are done."""
+    """Train, test and translate one run, and return its record. Calls `notice` every few steps."""
     config = {"kind": "config", "config": asdict(run), "hardware": hardware(device), "graphs": graphs}
     lines: list[dict[str, Any]] = [config]
     corpus = load(data / run.corpus, run.direction)
@@ -83,7 +83,7 @@ def _text(folder: Path, sentences: list[list[int]]) -> list[str]:
 
 
 def select(args: argparse.Namespace) -> list[Run]:
-    """The runs that the command line asks for, in the order in which they are worked through."""
+    """The runs that the command line requests, in execution order."""
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
     runs = STUDIES[args.study].runs(seeds, args.corpora.split(","), args.direction)
@@ -107,7 +107,7 @@ def select(args: argparse.Namespace) -> list[Run]:
 
 
 def _changed(run: Run, change: str) -> Run:
-    """The run with one number of its training or model replaced, as in "training.rate=5e-4"."""
+    """The run with one field of its training or model replaced, such as "training.rate=5e-4"."""
     part, _, rest = change.partition(".")
     name, _, value = rest.partition("=")
     inner: Any = getattr(run, part, None)
@@ -119,9 +119,9 @@ def _changed(run: Run, change: str) -> Run:
 
 
 def _worker(tasks, results, data: Path, deadline: float, options: dict[str, Any], compiled, leads: bool) -> None:
-    """Take runs from a queue until there are none or the time is too short for the next.
+    """Take runs from a queue until it is empty or the remaining time is too short for another run.
 
-    The leader's first steps compile the kernels; the others wait for it, and find them in Triton's cache.
+    The leader's first steps compile the kernels; the other workers wait, then find them in Triton's cache.
     """
     if not leads:
         compiled.wait(timeout=60)
@@ -144,7 +144,7 @@ def _worker(tasks, results, data: Path, deadline: float, options: dict[str, Any]
 
 
 def _attempt(run: Run, data: Path, device: torch.device, options: dict[str, Any], compiled) -> list | str:
-    """The record of a run, or why there is none; a step that can't be captured in a CUDA graph is launched instead."""
+    """The record of a run, or why it failed. If a step can't be captured in a CUDA graph, runs without graphs."""
     for graphs in (True, False) if options["graphs"] and device.type == "cuda" else (False,):
         try:
             with backend(options["kernels"]):
@@ -160,7 +160,7 @@ def _attempt(run: Run, data: Path, device: torch.device, options: dict[str, Any]
 
 
 def is_baseline(config: dict[str, Any]) -> bool:
-    """Whether the other cells of a study are compared with this run's, and it should have learned something."""
+    """True if other cells of the study are compared with this run's cell; then it should have learned something."""
     return (
         config["cell"] == BASELINES[config["study"]] and not config["shuffled"] and config["training"]["steps"] >= 500
     )
@@ -176,7 +176,7 @@ def work_through(
     kernels: str | None = None,
     graphs: bool = True,
 ) -> int:
-    """Share the runs among processes, write each when it ends, stop at the deadline; the number of runs left."""
+    """Distribute runs over processes, write each when it ends, stop at the deadline; return the number of runs left."""
     options = {"kernels": kernels, "graphs": graphs}
     deadline = time.time() + seconds
     context = multiprocessing.get_context("spawn")

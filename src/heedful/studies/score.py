@@ -1,7 +1,7 @@
 """Score recorded runs: `python -m heedful.studies.score --records carry/records --publish FOLDER`.
 
-BLEU and chrF are those of sacreBLEU, with their signatures; beside them stand what a broken model would show: outputs
-that are empty, or copies of the source. The rows keep what tables, pages and verdicts need of a run, about 2 KB each.
+BLEU and chrF are computed by sacreBLEU, with their signatures. Two more numbers reveal a broken model: the shares of
+empty outputs and of copies of the source. A row has what tables, pages and verdicts need, about 2 KB per run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from heedful.studies.results import Row, of_study, save
 from heedful.studies.tables import markdown
 
 SAMPLES = (0, 7, 42, 123, 314)
-"""Sentences of the test that a page shows."""
+"""Test sentences shown on a page."""
 
 
 def score(outputs: list[str], sources: list[str], references: list[str]) -> dict[str, Any]:
-    """BLEU, chrF, and the shares of outputs that are empty or copies."""
+    """BLEU, chrF, and the shares of outputs that are empty or copies of the source."""
     from sacrebleu.metrics import BLEU, CHRF
 
     bleu, chrf = BLEU(), CHRF()
@@ -82,7 +82,7 @@ def _row(lines: list[Row], data: Path) -> Row:
 
 
 def _variation(values: list[float]) -> dict[str, float]:
-    """Mean, and standard deviation over the mean."""
+    """The mean, and the standard deviation divided by the mean."""
     if len(values) < 2:
         return {}
     return {"mean": round(mean(values), 4), "variation": round(stdev(values) / mean(values), 4)}

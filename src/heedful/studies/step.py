@@ -1,9 +1,9 @@
 """One step of training: loss, gradients, clipping, AdamW.
 
-On a GPU, weights and activations are bfloat16 and AdamW keeps float32 weights, from which the others are rounded after
-each step. A step is about 600 small kernels, so launching them takes longer than running them. The second batch of each
-shape is therefore captured in a CUDA graph, which later batches of that shape replay. No step is taken twice or left
-out for it.
+On a GPU, weights and activations are bfloat16. AdamW updates float32 weights, which are rounded to bfloat16 after each
+step. A step is about 600 small kernels, so launching them takes longer than running them. Therefore the second batch of
+each shape is captured in a CUDA graph, which later batches of that shape replay. Capturing neither repeats nor skips a
+step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from heedful.studies.loss import token_loss
 
 
 class Steps:
-    """Trains a model by one batch a call.
+    """Trains a model with one batch per call.
 
-    model      its weights are on the device; on a GPU they are rounded to bfloat16 here
-    graphs     capture steps in CUDA graphs; no difference on a CPU
+    model      a model with weights on the device; on a GPU they are rounded to bfloat16 here
+    graphs     capture steps in CUDA graphs; ignored on a CPU
     """
 
     def __init__(self, model: Transformer, settings: Training, *, graphs: bool = True):
@@ -44,7 +44,7 @@ class Steps:
         self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def __call__(self, batch: Batch, step: int) -> Float[Tensor, " 2"]:
-        """Take a step, counted from 1; the loss and the norm of the gradient before it is clipped."""
+        """Take a step, counted from 1; return the loss and the norm of the gradient before clipping."""
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate(self.settings, step))
@@ -92,9 +92,9 @@ def _copy(given: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> None
 
 
 def round_to(model: Transformer, dtype: torch.dtype) -> None:
-    """Round weights and frozen projections; a mechanism keeps its own tensors as they are.
+    """Round weights and frozen projections; tensors of mechanisms stay unchanged.
 
-    Hadamard's map becomes one product: at this width its rounds are 40 launches and took four times a whole step.
+    Replaces Hadamard projections by one matrix product: at this width they take 40 launches, four times a whole step.
     """
     inside = {id(part) for one in model.modules() if isinstance(one, Mechanism) for part in one.modules()}
     for module in model.modules():
@@ -110,7 +110,7 @@ def round_to(model: Transformer, dtype: torch.dtype) -> None:
 
 
 def make_optimiser(weights: list[torch.nn.Parameter], settings: Training) -> torch.optim.AdamW:
-    """AdamW over these weights; matrices decay, vectors do not."""
+    """AdamW over these weights, with weight decay on matrices only."""
     groups = [
         {"params": [p for p in weights if p.ndim > 1], "weight_decay": settings.decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
@@ -132,13 +132,13 @@ def rate(settings: Training, step: int) -> float:
 
 
 def batch_loss(model: Transformer, batch: Batch, smoothing: float = 0.0) -> Float[Tensor, ""]:
-    """Mean cross-entropy of the wanted tokens."""
+    """Mean cross-entropy of the target tokens."""
     x = hidden(model, batch)
     return token_loss(x.flatten(0, 1), model.embedding.weight, batch.wanted.flatten(), smoothing, PAD)
 
 
 def hidden(model: Transformer, batch: Batch) -> Float[Tensor, "b m d"]:
-    """The decoder's last tokens, of which the logits are made."""
+    """The decoder's last hidden states, from which the logits are computed."""
     if not model.encoder:
         return model.decode(batch.given)
     memory = encode(model, batch)
@@ -146,13 +146,13 @@ def hidden(model: Transformer, batch: Batch) -> Float[Tensor, "b m d"]:
 
 
 def encode(model: Transformer, batch: Batch) -> Float[Tensor, "b n d"]:
-    """What the decoder attends to. Sentences are padded on the right, so places are positions."""
+    """The encoder's output, to which the decoder attends. Padding is on the right, so indices are positions."""
     positions = torch.arange(batch.source.shape[1], device=batch.source.device)
     return model.encode(batch.source, segments=batch.segments, words=batch.words, positions=positions)
 
 
 def prepare() -> torch.device:
-    """The device of a process that trains, ready for CUDA graphs: they are captured on a stream of their own."""
+    """The device for training, prepared for CUDA graphs, which are captured on a separate stream."""
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Tables of a study, as Markdown and as LaTeX: one for each setting, one row a cell.
+"""Tables of a study, as Markdown and as LaTeX: one table per setting, one row per cell.
 
 A difference is paired by seed and has its 95 % interval; * p < 0.05, ** p < 0.01 by the paired t-test.
 """
@@ -23,7 +23,7 @@ from heedful.studies.results import (
 
 
 class Table(NamedTuple):
-    """A title, the heads of its columns, and its rows; the first column names the cell."""
+    """A title, column headings and rows; the first column names the cell."""
 
     setting: Setting
     heads: list[str]
@@ -68,7 +68,7 @@ def _line(name: str, some: list[Row], base: list[Row], measures: tuple[Measure, 
 
 
 def stars(p: float | None) -> str:
-    """How sure a difference is.
+    """Significance marks of a p-value.
 
     >>> stars(0.003), stars(0.03), stars(0.3), stars(None)
     (' **', ' *', '', '')
@@ -114,7 +114,7 @@ def _bar(line: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text for LaTeX.
+    """Text escaped for LaTeX.
 
     >>> _escaped("+1.00 ± 0.25 **"), _escaped("test − train")
     ('+1.00 $\\\\pm$ 0.25 **', 'test $-$ train')

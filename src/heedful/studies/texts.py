@@ -1,4 +1,4 @@
-"""What the page of a study says beside its numbers, in English and in Chinese."""
+"""The texts on the page of a study, in English and in Chinese."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Said = dict[str, str]
 
 
 class Texts(NamedTuple):
-    """The title, the question, the prediction that was written before the first run, and what the runs show."""
+    """The title, the question, the prediction written before the first run, and what the runs show."""
 
     title: Said
     question: Said

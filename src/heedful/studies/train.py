@@ -1,7 +1,7 @@
-"""Train the model of one run: a plain loop whose result depends on the config alone.
+"""Train the model of one run: a plain loop whose result depends only on the config.
 
-rate        lr · min(t / w, 0.1 + 0.9 (1 + cos(π (t − w) / (T − w))) / 2),  w steps of warmup, T in all
-loss        cross-entropy with smoothed labels, mean over the tokens of a batch; losses of a split are without smoothing
+rate        lr · min(t / w, 0.1 + 0.9 (1 + cos(π (t − w) / (T − w))) / 2),  w warmup steps, T steps in total
+loss        cross-entropy with label smoothing, mean over the tokens of a batch; losses of a split have no smoothing
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Record = Callable[[dict[str, Any]], None]
 
 
 def start(run: Run, corpus: Corpus, device: torch.device) -> Transformer:
-    """The run's model before its first step; weights depend on the seed alone, not on the device."""
+    """The run's model before its first step; weights depend only on the seed, not on the device."""
     torch.manual_seed(run.seed)
     return build(run.model, corpus.vocabulary, encoder=corpus.has_source).to(device)
 
@@ -43,10 +43,10 @@ def train(
     stop_after: int | None = None,
     graphs: bool = True,
 ) -> Transformer:
-    """Train the model of a run and return it; tell `record` of losses and gradient norms along the way.
+    """Train the model of a run and return it; calls `record` with losses and gradient norms.
 
-    checkpoint         a file to go on from where it exists, and to write to every `checkpoint_every` steps
-    stop_after         leave after this step, as if interrupted
+    checkpoint         file to resume from if it exists, written every `checkpoint_every` steps
+    stop_after         stop after this step, as if interrupted
     graphs             replay steps from CUDA graphs
     """
     settings = run.training
@@ -88,13 +88,13 @@ def train(
 
 
 def split_loss(model: Transformer, pairs: Pairs, device: torch.device, limit: int = 1000) -> float:
-    """Mean cross-entropy a token over the first pairs of a split, without dropout and smoothing."""
+    """Mean cross-entropy per token over the first pairs of a split, without dropout and smoothing."""
     return evaluate(model, pairs, device, limit)["loss"]
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, pairs: Pairs, device: torch.device, limit: int = 1000) -> dict[str, float]:
-    """Mean cross-entropy of the first pairs of a split, and the share of tokens that the model finds most likely."""
+    """Mean cross-entropy of the first pairs of a split, and accuracy: the share of tokens ranked first by the model."""
     was_training = model.training
     model.eval()
     total, right, count = torch.zeros(3, device=device, dtype=torch.float64)
@@ -109,7 +109,7 @@ def evaluate(model: Transformer, pairs: Pairs, device: torch.device, limit: int 
 
 
 def unigram_loss(corpus: Corpus, split: str) -> float:
-    """Cross-entropy of a split's tokens by their frequencies in training: what a model reaches that reads nothing."""
+    """Cross-entropy of a split's tokens by their training frequencies: the loss of a model without any input."""
 
     def tokens(pairs: Pairs) -> Tensor:
         target = pairs.target
@@ -128,7 +128,7 @@ def _in_order(pairs: Pairs, limit: int, device: torch.device) -> Iterator[Batch]
 
 
 def summary(run: Run, model: Transformer, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """What is known of a trained model without translating: weights, optimiser memory, the loss of every split."""
+    """Facts about a trained model: number of weights, optimiser memory, the loss of every split."""
     counts = count_weights(model)
     tests = {name: evaluate(model, pairs, device) for name, pairs in corpus.splits.items()}
     return {
@@ -141,7 +141,7 @@ def summary(run: Run, model: Transformer, corpus: Corpus, device: torch.device) 
 
 
 def _save(path: Path, run: Run, model: Transformer, steps: Steps, step: int) -> None:
-    """Write all that the next step depends on; the file is whole or is not there."""
+    """Write everything that the next step depends on, atomically."""
     state = {
         "run": run.key,
         "step": step,

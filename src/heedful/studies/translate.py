@@ -1,9 +1,9 @@
-"""Beam search: the translations that a trained model finds most likely.
+"""Beam search for the most likely translations of a trained model.
 
-The decoder goes token by token. Keys and values of the prefixes are kept and follow the hypotheses; those of the memory
-are projected once a sentence, and the hypotheses of a sentence attend to them together. A sentence is done when as many
-hypotheses have ended as the beam is wide. They are ranked by log p / ((5 + length) / 6)^α (Wu et al. 2016,
-arXiv:1609.08144, eq. 14).
+The decoder goes token by token. Keys and values of the prefixes are cached and reordered with the hypotheses. Those of
+the encoder's output are projected once per sentence; all hypotheses of a sentence attend to them in one row. A sentence
+is done when as many hypotheses have ended as the beam is wide. They are ranked by log p / ((5 + length) / 6)^α (Wu et
+al. 2016, arXiv:1609.08144, eq. 14).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from heedful.studies.data import BEGIN, END, PAD, Pairs, by_length, gather
 from heedful.studies.step import encode
 
 LOOK_EVERY = 8
-"""Tokens after which sentences that are done leave the batch; to look waits for the device."""
+"""Finished sentences leave the batch every this many tokens; checking more often would wait for the device."""
 
 
 @torch.no_grad()
 def translate(
     model: Transformer, pairs: Pairs, device: torch.device, *, beam: int = 5, alpha: float = 1.0, tokens: int = 16384
 ) -> list[list[int]]:
-    """Tokens of the best translation found for the source of each pair."""
+    """Tokens of the best translation of the source of each pair."""
     model.eval()
     found: list[list[int]] = [[] for _ in range(len(pairs))]
-    alone = Pairs(pairs.source, pairs.source)  # the length of the reference must have no say
+    alone = Pairs(pairs.source, pairs.source)  # the length of the reference must not matter
     for rows in by_length(pairs.source.lengths + 1, tokens, torch.arange(len(pairs))):
         batch = gather(alone, rows, device)
         longest = min(2 * int(pairs.source.lengths[rows].max()) + 10, 200)
@@ -65,7 +65,7 @@ def search(
         top, choice = (scores[..., None] + log_p).flatten(1).topk(min(2 * beam, beam * log_p.shape[-1]), dim=-1)
         origin, token = choice // log_p.shape[-1], choice % log_p.shape[-1]
         ends = token == END
-        # Hypotheses that end here, if they are among the best: the first of them against the best so far.
+        # Hypotheses among the best that end here: compare the first of them with the best so far.
         closing = ends & within[: ends.shape[-1]] & top.isfinite() & (missing > 0)[:, None]
         missing = missing - closing.sum(-1)
         done, which = torch.where(closing, top / ((5 + length) / 6) ** alpha, -torch.inf).max(-1)
@@ -74,7 +74,7 @@ def search(
         line = prefix.gather(1, origin.gather(1, which[:, None])[..., None].expand(-1, 1, prefix.shape[-1]))[:, 0]
         line = torch.where(torch.arange(longest + 1, device=device) < length, line, PAD)
         ended[alive] = torch.where(better[:, None], line, ended[alive])
-        # The best that go on.
+        # The best hypotheses that continue.
         scores, order = torch.where(ends, -torch.inf, top).topk(beam, dim=-1)
         parent = origin.gather(-1, order)
         prefix = prefix.gather(1, parent[..., None].expand(-1, -1, prefix.shape[-1]))
@@ -92,7 +92,7 @@ def search(
 
 
 class Decoder:
-    """The decoder of a model, one token of every hypothesis a call."""
+    """The decoder of a model; each call decodes one token of every hypothesis."""
 
     def __init__(
         self, model: Transformer, memory: Float[Tensor, "b n d"], segments: Int[Tensor, "b n"], beam: int
@@ -105,7 +105,7 @@ class Decoder:
         self._see(segments)
 
     def __call__(self, tokens: Int[Tensor, "b beam"], at: int) -> Float[Tensor, "b beam vocabulary"]:
-        """Log-probabilities of the token after these, which are at position `at`."""
+        """Log-probabilities of the next token, after these tokens at position `at`."""
         here = torch.full((1,), at, device=tokens.device)
         x = self.model.embed(tokens.reshape(-1, 1), positions=here)
         for number, layer in enumerate(self.model.decoder):
@@ -133,12 +133,12 @@ class Decoder:
         return x + layer.feed(last(x))
 
     def follow(self, parent: Int[Tensor, "b beam"]) -> None:
-        """Let each hypothesis go on from the one of its sentence that `parent` names."""
+        """Continue each hypothesis from hypothesis `parent` of its sentence."""
         rows = torch.arange(len(parent), device=parent.device)[:, None] * self.beam + parent
         self._select(rows.flatten())
 
     def keep(self, sentences: Int[Tensor, " b"]) -> None:
-        """Go on with these sentences alone."""
+        """Continue with these sentences only."""
         rows = sentences[:, None] * self.beam + torch.arange(self.beam, device=sentences.device)
         self._select(rows.flatten())
         self.memory = [(k[sentences], v[sentences]) for k, v in self.memory]

@@ -1,10 +1,10 @@
 """A statement of the texts, the check that decides it, and what the check found.
 
 A check is a function of a *case*. It runs twice: on the case that the statement is about, and on a control, a
-deliberately broken variant on which it must come out the other way. A check that can't tell the two apart decides
-nothing. The verdict is therefore never written down; it follows from what was measured:
+deliberately broken variant for which it must give the opposite result. A check that can't distinguish the two decides
+nothing. So the verdict is never written by hand; it follows from the measurements:
 
-    check holds, control does not                               HOLDS, or HOLDS_WHEN where a condition is stated
+    check holds, control does not                               HOLDS, or HOLDS_WHEN if a condition is stated
     check does not hold, control does, corrected form holds     FAILS
     anything else                                               UNDECIDED, with the reason
 """
@@ -18,7 +18,7 @@ from enum import StrEnum
 from statistics import NormalDist
 from typing import Any, Literal, SupportsFloat
 
-Number = float | SupportsFloat  # or a tensor of one number
+Number = float | SupportsFloat  # including tensors with one entry
 Kind = Literal["exact", "asymptotic", "statistical", "complexity", "empirical", "wording"]
 First = Literal["holds", "conditional", "false", "empirical", "design"]  # the verdict of a first reading
 
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 
 class Undecided(Exception):
-    """Raised by a check that can't decide here: a study has not run, a model is not installed."""
+    """Raised by a check that can't decide: a study has not run, a model is not installed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number that was measured, and what it was held against. `noise` is the standard error of a sample."""
+    """A measured number and the number that it is compared with. `noise` is the standard error of a sample."""
 
     name: str
     measured: float
@@ -52,7 +52,7 @@ class Comparison:
     expected: float
     holds: bool
     noise: float | None = None
-    alarm: float | None = None  # how often a true statement would be called false by chance
+    alarm: float | None = None  # probability of calling a true statement false by chance
 
     def __str__(self) -> str:
         error = "" if self.noise is None else f" ± {self.noise:.2g}"
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def equal(name: str, measured: Number, expected: Number, *, within: float = 0.0) -> Comparison:
-    """Equal up to `within`, which is a bound on rounding (or on the truncation that the check derives).
+    """Equal up to `within`, a bound on rounding (or on a truncation error that the check derives).
 
     >>> str(equal("rank", 3, 3)), equal("sum", 1.0 + 1e-9, 1.0, within=1e-12).holds
     ('rank: 3 = 3', False)
@@ -83,9 +83,9 @@ def at_least(name: str, measured: Number, bound: Number, *, slack: float = 0.0) 
 
 
 def agrees(name: str, measured: Number, expected: Number, *, error: Number, alarm: float = 1e-4) -> Comparison:
-    """A sample mean equals its expectation, as far as its standard error tells.
+    """A sample mean equals its expectation within its standard error.
 
-    Called false by chance with probability `alarm` where the mean is normal.
+    A true statement is called false with probability `alarm` if the mean is normally distributed.
 
     >>> agrees("mean", 1.02, 1.0, error=0.01).holds, agrees("mean", 1.05, 1.0, error=0.01).holds
     (True, False)
@@ -111,7 +111,7 @@ def surely_below(name: str, measured: Number, bound: Number, *, error: Number, a
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a check measured. It holds where all its comparisons do."""
+    """What a check measured. It holds if all its comparisons hold."""
 
     comparisons: tuple[Comparison, ...]
     note: str = ""
@@ -122,7 +122,7 @@ class Evidence:
 
     @property
     def holds(self) -> bool | None:
-        """None where a number is missing (NaN): nothing was measured."""
+        """True if all comparisons hold; None if a number is missing (NaN), so nothing was measured."""
         if any(math.isnan(one.measured) or math.isnan(one.expected) for one in self.comparisons):
             return None
         return all(one.holds for one in self.comparisons)
@@ -138,7 +138,7 @@ def evidence(*comparisons: Comparison, note: str = "") -> Evidence:
 
 @dataclass(frozen=True)
 class Case:
-    """What a check is run on, and what it is called."""
+    """The input of a check, with a name."""
 
     name: str
     value: Any = None
@@ -161,18 +161,18 @@ class Figure:
 class Claim:
     """A statement with its check.
 
-    id              the text's own number
-    section         where the text says it
-    statement       what it says
-    formula         the same in LaTeX, without dollars
+    id              number of the statement in its text
+    section         section of the text
+    statement       the statement in words
+    formula         the statement in LaTeX, without dollar signs
     check           takes a case's value, returns Evidence
-    case, control   what the statement is about; a broken variant on which the check must come out the other way
-    first           the verdict of a first reading, a lead
-    condition       what has to be added for the statement to hold; the case meets it, the control need not
+    case, control   what the statement is about; a broken variant for which the check must give the opposite result
+    first           the verdict of a first reading, as a starting point
+    condition       what must be added for the statement to hold; the case meets it, the control need not
     counterexample  Python that a reader can paste and run, for statements that fail
-    corrected       what is true instead (needed where the statement fails), or the sharper form
-    reason          why our verdict is not the first one, or what decides the row
-    figure          draws a small plot
+    corrected       what is true instead (required if the statement fails), or a sharper form
+    reason          why our verdict differs from the first one, or what decides the claim
+    figure          returns a small plot
     slow            takes more than a few seconds on one core
     """
 
@@ -201,7 +201,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a claim."""
+    """The result of deciding a claim."""
 
     claim: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""Every closed form under one name.
+"""All closed forms in one namespace.
 
 focus            S(a) = E|a| / √E[a²] of exp, relu², identity, non-negative and decaying weights
 random_energy    softmax of N iid Gaussian logits: E Σa², E max, the threshold √(2 ln N) and the limit beyond it

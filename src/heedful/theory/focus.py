@@ -1,8 +1,8 @@
 """S(a) = E|a| / √E[a²] for weights a = f(q·k), in closed form (Su 2023, kexue.fm/archives/9889).
 
 For keys k ~ N(μ, σ²I) the score q·k is β + γε with β = q·μ, γ = σ‖q‖ and ε ~ N(0, 1), and S is a ratio of
-one-dimensional moments, the limit of many keys at fixed q. For n keys S ≥ 1/√n, so that the limit of exp needs
-γ < √(ln n / 2): beyond it the second moment is its largest term (see random_energy.py).
+one-dimensional moments: the limit of many keys at fixed q. For n keys S ≥ 1/√n, so the limit of exp is valid only for
+γ < √(ln n / 2). Beyond that, the largest term dominates the second moment (see random_energy.py).
 
 All functions take numbers or tensors and compute in float64.
 """
@@ -19,7 +19,7 @@ Number = float | Tensor
 
 
 def S_exp(gamma: Number) -> Tensor:
-    """exp:  E e^{γε} / √E e^{2γε} = e^{γ²/2 − γ²} = e^{−γ²/2}, whatever β.
+    """exp:  E e^{γε} / √E e^{2γε} = e^{γ²/2 − γ²} = e^{−γ²/2}, for every β.
 
     >>> S_exp(1.0)
     tensor(0.6065, dtype=torch.float64)
@@ -28,7 +28,7 @@ def S_exp(gamma: Number) -> Tensor:
 
 
 def S_relu2(beta: Number, gamma: Number) -> Tensor:
-    """relu²:  J₂ / √J₄ with J_p = E max(z + ε, 0)^p and z = β/γ; e to the power of `log_S_relu2`.
+    """relu²:  J₂ / √J₄ with J_p = E max(z + ε, 0)^p and z = β/γ; computed as exp of `log_S_relu2`.
 
     >>> S_relu2(0.0, 1.0)  # 1/√6, and so for every β as γ → ∞
     tensor(0.4082, dtype=torch.float64)
@@ -37,14 +37,14 @@ def S_relu2(beta: Number, gamma: Number) -> Tensor:
 
 
 def log_S_relu2(beta: Number, gamma: Number) -> Tensor:
-    """log S of relu², finite where S itself underflows (z < −53).
+    """log S of relu², finite even where S underflows (z < −53).
 
-    J₀ = Φ(z), J₂ = (z² + 1)Φ + zφ, J₄ = (z⁴ + 6z² + 3)Φ + z(z² + 5)φ, as the text has them: for z ≪ 0 differences of
-    almost equal numbers. But z J_p + p J_{p−1} = J_{p+1} (by parts), so the ratios ρ_p = J_p / J_{p−1} obey
+    The text's formulas J₀ = Φ(z), J₂ = (z² + 1)Φ + zφ, J₄ = (z⁴ + 6z² + 3)Φ + z(z² + 5)φ cancel for z ≪ 0. But
+    z J_p + p J_{p−1} = J_{p+1} (integration by parts), so the ratios ρ_p = J_p / J_{p−1} satisfy
 
         ρ_p = p / (ρ_{p+1} − z)
 
-    which from a large p downwards has positive terms alone for z < 0, and S = √(ρ₁ρ₂ / ρ₃ρ₄ · Φ(z)).
+    Evaluated from a large p downwards, this has only positive terms for z < 0, and S = √(ρ₁ρ₂ / ρ₃ρ₄ · Φ(z)).
     """
     b, g = torch.broadcast_tensors(wide(beta), wide(gamma))
     z = torch.where(g > 0, b / g, b.sign() * torch.inf)
@@ -52,7 +52,7 @@ def log_S_relu2(beta: Number, gamma: Number) -> Tensor:
 
 
 def _log_S_near(z: Tensor) -> Tensor:
-    """From the moments, all of them divided by powers of t = max(|z|, 1) so that they can't overflow."""
+    """log S from the moments, divided by powers of t = max(|z|, 1) so that they can't overflow."""
     t = z.abs().clamp(min=1)
     u, unit = 1 / t, torch.where(torch.isinf(z), z.sign(), z / t)  # z = unit · t
     Phi, phi = torch.special.ndtr(z), (-z.square() / 2).exp() / sqrt(2 * pi)
@@ -62,7 +62,7 @@ def _log_S_near(z: Tensor) -> Tensor:
 
 
 def _log_S_far(z: Tensor) -> Tensor:
-    """By the continued fraction; at z = −1, where it converges slowest, 400 terms leave nothing beyond rounding."""
+    """log S by the continued fraction; at z = −1, where it converges slowest, 400 terms reach rounding error."""
     terms = 400
     ratio = 2 * terms / (-z + (z.square() + 4 * terms).sqrt())  # the fixed point of the recurrence at p = terms
     ratios = {}
@@ -102,7 +102,7 @@ def S_nonnegative(
 
 
 def S_iid(q: Float[Tensor, "*b r"], mean: Number, std: Number) -> Float[Tensor, "*b"]:
-    """The same with iid features:  1 / √(1 + (σ/μ · ‖q‖₂/‖q‖₁)²).
+    """`S_nonnegative` for iid features:  1 / √(1 + (σ/μ · ‖q‖₂/‖q‖₁)²).
 
     ‖q‖₂/‖q‖₁ lies in [1/√r, 1]. (The text takes its maximum to be √r, and concludes that more features make attention
     sparser; the opposite is true: for a dense q the ratio falls as 1/√r and S tends to 1.)
@@ -118,8 +118,8 @@ def S_iid(q: Float[Tensor, "*b r"], mean: Number, std: Number) -> Float[Tensor, 
 def S_decay(decay: Number, n: Number) -> Tensor:
     """Weights 1, λ, …, λ^{n−1}:  √((1−λⁿ)(1+λ) / (n(1−λ)(1+λⁿ))) = √(tanh(nℓ/2) / (n tanh(ℓ/2))),  ℓ = −ln λ.
 
-    The second form has no 0/0 but that of λ = 1, where S = 1. As n grows n·S² tends to (1+λ)/(1−λ): a window of
-    constant width, not one token.
+    The second form is 0/0 only at λ = 1, where S = 1. As n grows, n·S² tends to (1+λ)/(1−λ): a window of constant
+    width, not one token.
 
     >>> S_decay(torch.tensor([0.0, 0.9, 1.0]), 100)
     tensor([0.1000, 0.4359, 1.0000], dtype=torch.float64)
@@ -130,5 +130,5 @@ def S_decay(decay: Number, n: Number) -> Tensor:
 
 
 def wide(x: Number) -> Tensor:
-    """As a tensor of float64; a number does not pass through float32 on the way."""
+    """A float64 tensor; a Python number is converted without passing through float32."""
     return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)

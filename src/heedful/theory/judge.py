@@ -1,4 +1,4 @@
-"""Judge one claim and give what was found as plain data; an exception is a reason for not knowing, never a verdict."""
+"""Judge one claim and return the outcome as plain data. An exception makes a claim undecided, never true or false."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from heedful.theory.claim import Claim, Evidence, Figure, Finding, Verdict, decide
 
 Outcome = dict[str, Any]
-"""What became of a claim, as JSON has it: verdict, evidence, control, corrected, because, seconds, figure."""
+"""The outcome of a claim as JSON data: verdict, evidence, control, corrected, because, seconds, figure."""
 
 
 def judge(claim: Claim) -> Outcome:
-    """Decide a claim and draw its figure; an exception is a reason for not knowing, never a verdict."""
+    """Decide a claim and draw its figure. An exception makes the claim undecided, with the exception as reason."""
     start = time.perf_counter()
     try:
         finding = decide(claim)
@@ -25,13 +25,13 @@ def judge(claim: Claim) -> Outcome:
 
 
 def undecided(because: str, seconds: float = 0.0, *, ran: bool = True) -> Outcome:
-    """The outcome of a claim that nothing was measured for."""
+    """The outcome of a claim without measurements."""
     empty = {"evidence": None, "control": None, "corrected": None, "figure": None}
     return {"verdict": str(Verdict.UNDECIDED), **empty, "because": because, "seconds": round(seconds, 4), "ran": ran}
 
 
 def number(value: float) -> float | str:
-    """A float as JSON takes it; what is not finite becomes "NaN", "Infinity" or "-Infinity"."""
+    """A float for JSON; non-finite values become "NaN", "Infinity" or "-Infinity"."""
     if math.isnan(value):
         return "NaN"
     return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -70,7 +70,7 @@ def _measured(evidence: Evidence | None) -> dict[str, Any] | None:
 
 
 def _drawn(claim: Claim) -> dict[str, Any] | None:
-    """A figure that can't be drawn says why; it changes no verdict."""
+    """The figure of a claim, or the reason why it can't be drawn; this does not change the verdict."""
     if claim.figure is None:
         return None
     try:
@@ -96,7 +96,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def sentence(error: BaseException) -> str:
-    """The error in a line, and where it was raised."""
+    """The error in one line, with the place where it was raised."""
     said = " ".join(str(error).split())
     said = said if len(said) <= 200 else said[:199] + "…"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,10 +1,10 @@
-"""Heads of real models for the statements about trained attention.
+"""Heads of real models, for statements about trained attention.
 
-Every call is kept (q, k after rotary embeddings, v, mask), so that a check can build any operator of it. What is
-loaded is kept for the process, since many statements ask about the same heads.
+Every call is stored (q, k after rotary embeddings, v, mask), so a check can build any operator from it. Models and
+calls are cached for the process, because many statements use the same heads.
 
-Beside them stand random heads: independent Gaussian queries and keys of the same width, as many tokens, the same
-pattern, and logits of the same spread along a row. What those show too is no mark of training.
+For comparison there are random heads: independent Gaussian queries and keys of the same width, the same number of
+tokens, the same pattern, and logits of the same spread along a row. What random heads also show is not due to training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def model(name: str, trained: bool = True, seed: int = 0) -> tuple[Any, Any]:
-    """(model, tokenizer): "minilm" or "smollm2"; untrained, a copy with weights drawn anew as its config says."""
+    """(model, tokenizer) of "minilm" or "smollm2"; if not `trained`, with random weights drawn as its config says."""
     return _model(name, trained, seed)
 
 
@@ -48,7 +48,7 @@ def _model(name: str, trained: bool, seed: int) -> tuple[Any, Any]:
 @cache
 def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[Call, ...]:
     """The attention calls of a model on one passage of prose, layer by layer; heads are the second axis of q."""
-    found, tokenizer = model(name, trained)  # which says where models are missing, before anything is imported
+    found, tokenizer = model(name, trained)  # raises if the model is missing, before anything is imported
     from heedful.hf.probe import Probe
     from heedful.hf.prose import encode, passages
 
@@ -60,7 +60,7 @@ def calls(name: str, length: int, text: int = 0, trained: bool = True) -> tuple[
 
 
 def random_like(call: Call, seed: int) -> AttentionOperator:
-    """Random heads with the pattern, the width and the spread of these."""
+    """Random heads with the same pattern, width and logit spread as a call's heads."""
     shape, generator = call.q.shape, torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, *shape, generator=generator).unbind()
     return Softmax(call.pattern).operator(q * spread(call)[..., None, None], k)
@@ -68,7 +68,7 @@ def random_like(call: Call, seed: int) -> AttentionOperator:
 
 def spread(call: Call) -> Float[Tensor, "b h"]:
     """The standard deviation of the logits along a row, as a root mean square over the rows."""
-    scores = Quadratic(no_activation, call.pattern, call.scale, normalise=None)  # zero where nothing is to be seen
+    scores = Quadratic(no_activation, call.pattern, call.scale, normalise=None)  # zero for hidden keys
     logits = scores.matrix(call.q, call.per_head(call.k)).double()
     n, m = logits.shape[-2:]
     count = visible(call.pattern, n, m, call.segments).sum(-1)

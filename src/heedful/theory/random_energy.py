@@ -6,8 +6,8 @@ w(x) = e^{τ + sx}, φ the normal density:
     E Σ a²   = N ∫ dτ  g(τ) h(τ)^{N−1},                 g = E w² e^{−w},  h = E e^{−w}
     E max a  = N ∫ dτ ∫ φ(x) w e^{−w} H(τ, x)^{N−1} dx,   H = ∫_{y<x} φ(y) e^{−w(y)} dy
 
-Powers are taken of 1 − h and 1 − H, which are small where it matters. The integrands are analytic and fall off on both
-sides, so that the trapezoid rule converges exponentially; the running integral H is taken by Gauss–Legendre cells.
+The powers are computed from 1 − h and 1 − H, which are small where it matters. The integrands are analytic and decay on
+both sides, so the trapezoid rule converges exponentially; the running integral H uses Gauss–Legendre cells.
 
 The law of large numbers gives E Σa² ≈ e^{s²}/N for small s. Above the spread s = √(2 ln N) softmax freezes: with
 s = c √(2 ln N), c > 1, the weights tend to a Poisson–Dirichlet law with parameter α = 1/c, for which
@@ -16,7 +16,7 @@ s = c √(2 ln N), c > 1, the weights tend to a Poisson–Dirichlet law with par
 
 (Talagrand 2003, Spin Glasses; Pitman & Yor 1997, Ann. Probab. 25). The second: points of intensity α x^{−α−1} dx have a
 largest one M = m and 1/Σ = ∫ e^{−tΣ} dt; with u = tm the integral over m is elementary. So even far above the threshold
-a single token never takes all the mass in the limit, as c is finite.
+a single token never takes all the mass in the limit, because c is finite.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch
 
 from heedful.shapes import Tensor
 
-REACH = 12.0  # beyond so many standard deviations a normal variable has 1e-32 of its mass
-STEP = 0.125  # of the trapezoid rules: functions of e^τ are analytic in |Im τ| < π/2, so that they err by e^{−π²/STEP}
+REACH = 12.0  # standard deviations; beyond them a normal variable has 1e-32 of its mass
+STEP = 0.125  # of the trapezoid rules: functions of e^τ are analytic in |Im τ| < π/2, so their error is e^{−π²/STEP}
 CELL = 8  # Gauss–Legendre points in a cell
 
 
 def freezing_spread(N: int) -> float:
-    """√(2 ln N): softmax of N iid logits rests on few of them only if their standard deviation is above it.
+    """√(2 ln N): softmax of N iid logits concentrates on few of them only if their standard deviation is above it.
 
     >>> round(freezing_spread(512), 2)
     3.53
@@ -98,7 +98,7 @@ def poisson_dirichlet_largest(c: float) -> float:
         return 0.0
     alpha = 1 / c
     y, dy = _grid(-5.0, 7.0, 1 / 64)
-    u = torch.exp(y - torch.exp(-y))  # crowds together at 0, where u^α is not smooth
+    u = torch.exp(y - torch.exp(-y))  # clusters nodes at 0, where u^α is not smooth
     order = torch.tensor(1 - alpha, dtype=torch.float64)
     context = u**alpha * exp(lgamma(1 - alpha)) * torch.special.gammainc(order, u)
     slope = u * (1 + torch.exp(-y))
@@ -118,13 +118,13 @@ def _grid(start: float, stop: float, step: float) -> tuple[Tensor, float]:
 
 
 def _taus(N: int, s: float) -> Tensor:
-    """τ ≈ −ln Z, which lies between those of one term and of N of them."""
+    """A grid for τ ≈ −ln Z, which lies between the values for one term and for N terms."""
     low, high = -(log(N) + s * s / 2 + REACH * s + 40), REACH * s + 10
     return torch.arange(low, high, STEP, dtype=torch.float64)
 
 
 def _cells(cells: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes (cells, CELL) on [−REACH, REACH], their weights, and the matrix that integrates from a cell's start on."""
+    """Nodes (cells, CELL) on [−REACH, REACH], their weights, and the matrix that integrates from a cell's start."""
     nodes, weights = _gauss_legendre(CELL)
     half = REACH / cells
     starts = -REACH + 2 * half * torch.arange(cells, dtype=torch.float64)
@@ -136,7 +136,7 @@ def _cells(cells: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gauss_legendre(points: int) -> tuple[Tensor, Tensor]:
-    """From the eigenvalues of the Jacobi matrix (Golub & Welsch 1969)."""
+    """Nodes and weights from the eigenvalues of the Jacobi matrix (Golub & Welsch 1969)."""
     k = torch.arange(1, points, dtype=torch.float64)
     off = k / (4 * k.square() - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))

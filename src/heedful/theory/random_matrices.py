@@ -6,15 +6,15 @@ from math import atan, ceil, cos, log, pi, sin, sqrt, tan
 
 
 def johnson_lindenstrauss_dimension(points: int, eps: float, power: float = 0.0) -> int:
-    """k ≥ (4 + 2b) ln n / (ε²/2 − ε³/3): enough dimensions to keep all distances² of n points within 1 ± ε.
+    """k ≥ (4 + 2b) ln n / (ε²/2 − ε³/3): enough dimensions to preserve all squared distances of n points within 1 ± ε.
 
     >>> [johnson_lindenstrauss_dimension(512, eps) for eps in (0.1, 0.2, 0.3, 0.5)]
     [5348, 1440, 694, 300]
 
     A random projection on k dimensions, scaled by √(d/k), fails for one pair with probability at most
-    2e^{−k(ε²/2 − ε³/3)/2}, so for some of the n(n−1)/2 with less than n^{−b}. With b = 0 a good projection exists;
-    `power` b makes it likely (Dasgupta & Gupta 2003, Random Struct. Alg. 22). Inner products are kept to ε‖x‖‖y‖, not
-    to a factor.
+    2e^{−k(ε²/2 − ε³/3)/2}, so for any of the n(n−1)/2 pairs with probability less than n^{−b}. With b = 0 a good
+    projection exists; a larger `power` b makes it likely (Dasgupta & Gupta 2003, Random Struct. Alg. 22). Inner
+    products are preserved up to an absolute error ε‖x‖‖y‖, not up to a factor.
     """
     if not isinstance(points, int) or points < 1:
         raise ValueError(f"points: expected an integer ≥ 1, got {points!r}.")
@@ -26,7 +26,7 @@ def johnson_lindenstrauss_dimension(points: int, eps: float, power: float = 0.0)
 
 
 def marchenko_pastur_share(fraction: float, aspect: float = 1.0) -> float:
-    """The share of Σσ² in the top fraction of the singular values of a large matrix of iid entries with mean 0.
+    """The share of Σσ² in the top fraction of singular values of a large matrix of iid entries with mean 0.
 
     >>> round(marchenko_pastur_share(0.1), 4)
     0.3136
@@ -34,7 +34,7 @@ def marchenko_pastur_share(fraction: float, aspect: float = 1.0) -> float:
     aspect   smaller over larger side, y in (0, 1]; the fraction is of the smaller side's singular values
 
     Eigenvalues x = σ²/n have the density √((b−x)(x−a)) / (2πyx) on [(1−√y)², (1+√y)²] (Marchenko & Pastur 1967). With
-    x = 1 + y + 2√y cos θ the part above x has
+    x = 1 + y + 2√y cos θ, the eigenvalues above x have
 
         share   (θ − sin θ cos θ) / π
         count   (2/π) ∫₀^θ sin²t / (1 + y + 2√y cos t) dt
@@ -45,7 +45,7 @@ def marchenko_pastur_share(fraction: float, aspect: float = 1.0) -> float:
     if not 0 < aspect <= 1:
         raise ValueError(f"aspect: expected smaller over larger side, in (0, 1], got {aspect}. Likely cause: inverted.")
     low, high = 0.0, pi
-    for _ in range(60):  # the count grows with θ
+    for _ in range(60):  # bisection: the count grows with θ
         middle = (low + high) / 2
         low, high = (middle, high) if _count_above(middle, aspect) < fraction else (low, middle)
     return (low - sin(low) * cos(low)) / pi if fraction < 1 else 1.0

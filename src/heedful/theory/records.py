@@ -1,20 +1,20 @@
-"""A claim and what became of it, in plain data: what `heedful theory --json` prints, and what the book is made of.
+"""A claim and its outcome as plain data: printed by `heedful theory --json`, and used to make the book.
 
     id, chapter, source, section, kind, slow
     statement, condition, reason      {"en": …, "zh": …}, the last two may be null
     formula                           LaTeX
     verdict, because                  HOLDS, HOLDS_WHEN, FAILS or UNDECIDED, and why it is undecided
-    ran                               false for a slow claim that was not asked for
-    first, differs                    the verdict of a first reading, and whether ours is another
-    evidence                          {case, holds, text, note, comparisons}, null where nothing was measured
+    ran                               false for a slow claim that was not requested
+    first, differs                    the verdict of a first reading, and whether ours differs
+    evidence                          {case, holds, text, note, comparisons}, null if nothing was measured
     control                           {case, holds, flipped, text, note, comparisons}
-    counterexample                    Python, "" where there is none
+    counterexample                    Python, "" if there is none
     corrected                         the same for the corrected form, or null
     figure                            {title, x, y, series, log_x, log_y, points}, {error}, or null
-    seconds                           what the check took, with its control and its corrected form
+    seconds                           time of the check, its control and its corrected form
 
-A comparison is {name, measured, relation, expected, holds, noise, alarm}; numbers that are not finite are the strings
-"NaN", "Infinity" and "-Infinity".
+A comparison is {name, measured, relation, expected, holds, noise, alarm}; non-finite numbers are the strings "NaN",
+"Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _both(text: Text | None) -> dict[str, str] | None:
 
 
 def controls(records: Sequence[Record]) -> Iterator[Record]:
-    """Every claim with a control that ran, corrected forms among them."""
+    """All claims with a control that ran, including corrected forms."""
     for one in records:
         if one["control"] is not None:
             yield one
@@ -91,11 +91,11 @@ def controls(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def counts(records: Sequence[Record]) -> dict[str, int]:
-    """How many there are of each verdict."""
+    """The number of records with each verdict."""
     found = Counter(one["verdict"] for one in records)
     return {str(verdict): found[str(verdict)] for verdict in Verdict}
 
 
 def differing(records: Sequence[Record]) -> list[Record]:
-    """Those whose verdict is not the one of the first reading."""
+    """The records whose verdict differs from the first reading."""
     return [one for one in records if one["differs"]]

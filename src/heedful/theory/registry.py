@@ -1,4 +1,4 @@
-"""The chapters and claims of a module that has `CHAPTERS`: heedful's own, or that of another theory."""
+"""The chapters and claims of a module that defines `CHAPTERS`: heedful's own, or another theory's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run the claims of the chapters, all or some of them, side by side; what a run found before it was killed is kept.
+"""Run all or some claims in parallel processes; a killed run keeps the findings that it has written.
 
     plan = Plan(Path("runs/theory"), ids=("T11.23", "C11.9"))
     records = run(plan)
 
-A record is a claim and what became of it, in plain data; `records.py` says what is in it.
+A record is a claim and its outcome as plain data; `records.py` describes its fields.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from heedful.theory.records import Record, record
 from heedful.theory.registry import REGISTRY, chapters_of, claims_of
 
 FAST_LIMIT, SLOW_LIMIT = 300.0, 1800.0
-"""Seconds that a claim may take: many times what it should, for the machine may be busy."""
+"""Time limit of a claim in seconds: generous, because the machine may be busy."""
 
 Told = Callable[[Record, int, int], None]
-"""Told of each record as it comes, with how many are there and how many there will be."""
+"""Called with each record as it comes, the number of records so far, and their total number."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to run.
 
-    out        where findings are kept
-    ids        these claims; all where there are none
-    chapter    by its name
-    slow       run slow claims too; without it they are told as not run, unless there is a fresh finding of them or they
-               are asked for by their ids
-    jobs       processes side by side
-    fresh      judge again what was judged before
+    out        folder of the findings
+    ids        ids of the claims; empty: all
+    chapter    name of a chapter
+    slow       run slow claims too; otherwise they are reported as not run, unless they are requested by id or have a
+               finding that is up to date
+    jobs       number of parallel processes
+    fresh      judge again even if there is a finding
     limit      seconds for each claim, instead of FAST_LIMIT and SLOW_LIMIT
-    registry   the module that has `CHAPTERS`
+    registry   the module that defines `CHAPTERS`
     """
 
     out: Path
@@ -60,9 +60,9 @@ class Plan:
 
 
 def select(plan: Plan) -> list[Claim]:
-    """The claims that a plan asks for, in the order of the texts.
+    """The claims that a plan requests, in the order of the texts.
 
-    Raises ValueError, with names near to what was asked, where there is no such claim, chapter or kind.
+    Raises ValueError with similar names if there is no such claim, chapter or kind.
     """
     claims, chapters = claims_of(plan.registry), chapters_of(plan.registry)
     wanted = {_find(name, claims) for name in plan.ids}
@@ -82,7 +82,7 @@ def select(plan: Plan) -> list[Claim]:
 
 
 def _find(name: str, claims: Mapping[str, Claim]) -> str:
-    """A claim's id, whatever the case it was typed in; that of a corrected form stands for the claim's."""
+    """The id of a claim, ignoring case; the id of a corrected form also finds its claim."""
     by_name = {known.casefold(): known for known in claims}
     plain = name.casefold().rstrip("*")
     if plain in by_name:
@@ -94,10 +94,10 @@ def _find(name: str, claims: Mapping[str, Claim]) -> str:
 
 
 def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Record]:
-    """Judge what a plan asks for and has no fresh finding; the records of all of it, in the order of the texts.
+    """Judge the requested claims without an up-to-date finding; return the records of all requested claims in order.
 
-    What was measured is used again while its fingerprint is fresh. What could not be measured (a model is missing, a
-    check crashed, a limit was reached) is tried again.
+    Findings are reused as long as their fingerprint is unchanged. Claims that could not be measured (a model is
+    missing, a check crashed, a limit was reached) are tried again.
     """
     claims = {claim.id: claim for claim in select(plan)}
     chapter_of = {claim.id: chapter for chapter in chapters_of(plan.registry) for claim in chapter.claims}
@@ -114,11 +114,11 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
         if name in kept and kept[name]["evidence"] is not None:
             add(name, kept[name])
         elif claim.check is None:
-            add(name, judge(claim))  # there is nothing to run
+            add(name, judge(claim))  # no check to run
         elif claim.slow and not plan.slow and not plan.ids:
             add(name, undecided("slow: not run", ran=False))
     missing = [name for name in claims if name not in found]
-    missing.sort(key=lambda name: not claims[name].slow)  # what takes long begins first
+    missing.sort(key=lambda name: not claims[name].slow)  # start slow claims first
     plan.out.mkdir(parents=True, exist_ok=True)
     processes = Executor(
         "processes",
@@ -143,16 +143,16 @@ def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Recor
 
 
 def fresh(log: Log, marks: Mapping[str, str]) -> dict[str, Outcome]:
-    """The last outcome of each claim that has the fingerprint of today."""
+    """The last outcome of each claim with the current fingerprint."""
     return {line["id"]: line["outcome"] for line in log.records() if marks.get(line["id"]) == line["fingerprint"]}
 
 
 class Judge:
-    """Judges claims by their ids, in a process of its own; gives the fingerprint of the sources and the outcome."""
+    """Judges claims by id in a worker process; returns the fingerprint of the sources and the outcome."""
 
     def __init__(self, registry: str):
         self.registry, self.claims = registry, claims_of(registry)
 
     def __call__(self, name: str) -> tuple[str, Outcome]:
         outcome = judge(self.claims[name])
-        return fingerprints_of(self.registry, name)[name], outcome  # after the check, which may import as it goes
+        return fingerprints_of(self.registry, name)[name], outcome  # after the check, which may import modules

@@ -1,4 +1,4 @@
-"""Samples by seed, and means with their standard errors, as statistical checks need them."""
+"""Seeded samples, and means with standard errors, for statistical checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Independent N(0, 1) in float64."""
+    """Independent N(0, 1) samples in float64."""
     return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 

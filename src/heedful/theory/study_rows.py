@@ -1,4 +1,4 @@
-"""Numbers of the published studies for claims: differences of two cells, paired by seed."""
+"""Numbers from the published studies for use in claims: differences of two cells, paired by seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _rows(study: str) -> tuple[Row, ...]:
 
 
 def runs(study: str, cell: str, corpus: str) -> list[Row]:
-    """The runs of a cell as the study planned them, not shuffled, of at least three seeds."""
+    """The runs of a cell as the study planned them, without the shuffled control; at least three seeds."""
     found = [row for row in _rows(study) if (row["cell"], row["corpus"]) == (cell, corpus) and not row["shuffled"]]
     fewest = min((row["steps"] for row in found), default=0)
     found = [row for row in found if row["steps"] == fewest]
@@ -28,7 +28,7 @@ def runs(study: str, cell: str, corpus: str) -> list[Row]:
 
 
 def gap(study: str, cell: str, base: str, corpus: str, measure: Measure) -> Difference:
-    """How much a cell is above another by a measure."""
+    """The difference of a measure between two cells."""
     found = difference(*(by_seed(runs(study, name, corpus), measure) for name in (cell, base)))
     if found is None or found.seeds < LEAST_SEEDS:
         raise Undecided(f"decided by the study {study}: {cell} and {base} on {corpus} have too few seeds in common")
@@ -36,7 +36,7 @@ def gap(study: str, cell: str, base: str, corpus: str, measure: Measure) -> Diff
 
 
 def overfitting(study: str, cell: str, base: str, corpus: str) -> Difference:
-    """How much larger the gap between training and test loss is than that of another cell."""
+    """The difference between two cells of the gap between training and test loss."""
 
     def gaps(name: str) -> dict[int, float]:
         return {row["seed"]: row["losses"]["test"] - row["losses"]["train"] for row in runs(study, name, corpus)}

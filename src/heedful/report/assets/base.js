@@ -1,8 +1,8 @@
-// The state of the page, its words, its numbers, its colours. Data reach the page as text nodes and attributes only.
+// State, texts, numbers and colours of the page. Data enter the page only as text nodes and attributes.
 const SCAN = heedful.data.scans[0];
 const OTHER = heedful.data.scans[1] ?? null;
 const TEXT = heedful.data.text;
-const RANK = heedful.data.rank; // the rank of the answer; a measure of its own is chosen in the map
+const RANK = heedful.data.rank; // the rank in the answer; the map has its own choice of measure
 const KINDS = Object.keys(TEXT.kinds);
 const MEASURES = TEXT.measures.filter((m) => SCAN.blocks.some((b) => b[m.id]?.some((x) => x !== null)));
 const LAYERS = [...new Set(SCAN.heads.map(([layer]) => layer))];
@@ -38,7 +38,7 @@ function number(x, format = "number") {
   let text;
   if (size === 0 && format !== "share") return "0";
   if (format === "share") text = size > 0 && size < 0.0095 ? (size < 0.0005 ? "0.000" : x.toFixed(3)) : x.toFixed(2);
-  else if (format === "count") text = size >= 99.95 ? x.toFixed(0) : x.toFixed(1); // as the answer's
+  else if (format === "count") text = size >= 99.95 ? x.toFixed(0) : x.toFixed(1); // as in the answer
   else if (size >= 100) text = x.toFixed(0);
   else if (size >= 10) text = x.toFixed(1);
   else if (size >= 0.01) text = x.toFixed(2);
@@ -48,7 +48,7 @@ function number(x, format = "number") {
 const signed = (x, format) => (x > 0 ? "+" : "") + number(x, format);
 const intervalText = (low, high, format) =>
   low === null || low === undefined || high === null || high === undefined ? "" : `${number(low, format)} – ${number(high, format)}`;
-// What is certain of a rank, on average over texts: its bounds, or that it is exact.
+// The certified bounds of a rank, averaged over texts, or a note that it is exact.
 function certified(id, i) {
   const [low, high] = ["_low", "_high"].map((side) => block()[`${id}_certified${side}`]?.[i]);
   if (low === null || low === undefined || high === null || high === undefined) return "";
@@ -82,7 +82,7 @@ function textWidth(text, size = 11.5) {
   return pen.measureText(text).width;
 }
 
-// A term that says what it means: under the pointer, when focused, when tapped.
+// A term with an explanation on hover, focus or tap.
 function term(name, about, attributes = {}) {
   return explain(h("button", { type: "button", class: "term", ...attributes }, name), about);
 }
@@ -101,7 +101,7 @@ const APART = {
   light: ["#1f5a99", "#5f98c9", "#a9c6dd", "#cfcabd", "#eabf92", "#dd9450", "#a85306"],
   dark: ["#8cc4f5", "#5b97cd", "#4a7197", "#5a5a58", "#8a6340", "#bf8247", "#f5b06a"],
 };
-// No colour of a number comes near the page's own: what was not measured is hatched, and nothing else looks like it.
+// Colours of numbers differ from the page's background; only cells that were not measured are hatched.
 const scaleStops = () => (heedful.isDark() ? CIVIDIS.slice(2) : CIVIDIS);
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 function ramp(stops, share) {
@@ -127,7 +127,7 @@ function scaleOf(values, measure) {
   return { low, high, log, share, at };
 }
 
-// which heads the filter leaves
+// heads that pass the filter
 function matches(i) {
   const b = block();
   if (state.kinds.size && !state.kinds.has(b.kind_of_head[i])) return false;
@@ -140,9 +140,9 @@ function matches(i) {
   return words.every((word) => whole.includes(word));
 }
 
-// one tip for all figures
+// one tooltip for all figures
 const tip = {
-  owner: null, // who shows it: what is under a resting pointer hides its own alone
+  owner: null, // the element that shows it; an element hides only its own tooltip
   show(event, text, owner = event.currentTarget) {
     const box = $("tip");
     tip.owner = owner;

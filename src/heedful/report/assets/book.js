@@ -1,4 +1,4 @@
-// The theory book: filters, deep links, copying, keys. Without it the page is whole and only longer.
+// The theory book: filters, deep links, copying, keys. Without this script the page is complete, only longer.
 (() => {
   const $ = (id) => document.getElementById(id);
   const claims = [...document.querySelectorAll("article.claim")].map((element) => ({
@@ -44,7 +44,7 @@
     [...chips, $("only-differing")].forEach((chip) => press(chip, false));
     filter();
   }
-  // A link to a claim shows it, whatever the filters say.
+  // A link to a claim shows it even if the filters hide it.
   function follow() {
     let id = location.hash.slice(1);
     try { id = decodeURIComponent(id); } catch { /* as it is */ }
@@ -99,7 +99,7 @@
     else if (event.key === "k") step(-1);
     else if (event.key === "l") document.querySelector("[data-language][aria-pressed=false]").click();
   });
-  // The contents lie open beside the text where there is room, and folded above it where there is none.
+  // The contents are open beside the text on wide screens, and folded above it on narrow ones.
   const roomy = matchMedia("(min-width: 64rem)");
   const unfold = () => { $("contents").open = roomy.matches; };
   roomy.addEventListener("change", unfold);
@@ -112,7 +112,7 @@
     }), { rootMargin: "-15% 0px -70% 0px" });
     claims.forEach((claim) => seen.observe(claim.element));
   }
-  // Chromium reserves the widest root sign that the font has, whichever it draws, and leaves a gap; take it back.
+  // Chromium always reserves the width of the widest root sign of the font, which leaves a gap; remove it.
   const closeGaps = () => document.querySelectorAll("msqrt").forEach((root) => {
     const last = root.lastElementChild?.getBoundingClientRect(), whole = root.getBoundingClientRect();
     if (last && whole.right - last.right > 2) root.style.marginRight = `${last.right - whole.right + 1}px`;
@@ -124,7 +124,7 @@
     folded.forEach((e) => { e.open = true; });
   });
   addEventListener("afterprint", () => folded.forEach((e) => { e.open = false; }));
-  // The other language has other heights; what one was reading stays where it was.
+  // Texts in the other language have other heights; keep the reader's position.
   let held = null;
   document.querySelectorAll("[data-language]").forEach((b) => b.addEventListener("click", () => {
     const element = claims.map((claim) => claim.element).find((e) => !e.hidden && e.getBoundingClientRect().bottom > 70);

@@ -5,7 +5,7 @@ const inOther = (i) => OTHER_INDEX.get(SCAN.heads[i].join(":"));
 const otherSpectrum = (i) => decodeSpectrum(otherBlock()?.sigma?.[inOther(i)], otherBlock()?.sigma_count[inOther(i)]);
 const pairsHere = () => heedful.data.pairs[state.at];
 
-// Differences of the paired texts; where none are shared, of the means.
+// Paired differences by text; differences of means if no texts are shared.
 function differences(m) {
   const pairs = pairsHere(), there = otherBlock();
   if (pairs[m.id]) return { values: pairs[m.id], low: pairs[m.id + "_low"] ?? null, high: pairs[m.id + "_high"] ?? null, paired: Boolean(pairs[m.id + "_low"]) };

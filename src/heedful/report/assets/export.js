@@ -1,4 +1,4 @@
-// Figures as files. An SVG leaves the page with its colours written into it; a PNG is that SVG, drawn at twice its size.
+// Save figures as files. An SVG file includes its colours; a PNG is that SVG at twice its size.
 const WRITTEN = [
   "fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-family", "font-size",
   "font-weight", "text-anchor", "dominant-baseline", "image-rendering",
@@ -45,7 +45,7 @@ function savePNG(name, { text, width, height }) {
   image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(text);
 }
 
-// A figure: its heading, its two ways out, its drawing.
+// A figure: heading, two export buttons, drawing.
 function figure(holder, name, heading, title, svg, ...rest) {
   const file = () => `${SCAN.title}-${name}`.replace(/[^\w.-]+/g, "-");
   const button = (label, key, act) => h("button", { type: "button", class: "tool", "aria-label": `${t(key)}: ${heading}`, title: t(key), onclick: act }, label);

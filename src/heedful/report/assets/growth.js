@@ -45,10 +45,10 @@ function drawGrowth() {
   growthTable(m);
 }
 
-// The answer's own exponent: of the mean over heads.
+// The exponent of the answer, that of the mean over heads.
 const exponentOf = (id) => SCAN.exponents[id] ?? NaN;
 
-// Means by kind: which heads are the ones that grow.
+// Means by kind of head: shows which kinds grow.
 function growthTable(m) {
   const kinds = block().kind_of_head, all = SCAN.heads.map((_, k) => k);
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
@@ -66,7 +66,7 @@ function growthTable(m) {
     h("p", { class: "caption" }, t("growth.means", { n: SCAN.lengths[state.at] })));
 }
 
-// Least squares of log against log.
+// Least-squares fit in log-log.
 function slope(points) {
   const x = points.map(([n]) => Math.log(n)), y = points.map(([, v]) => Math.log(v));
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length, [mx, my] = [mean(x), mean(y)];

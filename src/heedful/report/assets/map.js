@@ -1,4 +1,4 @@
-// Heads by layer and number. One grid serves the measures and the differences; selection follows focus in all of them.
+// Heads by layer and number. Measures and differences use the same grid; the selection follows the focus.
 const grids = [];
 const MIXED = new Set(SCAN.layers.map((layer) => layer.kind)).size > 1;
 
@@ -63,7 +63,7 @@ function grid(holder, { name, heading, title, label, fill, mark, words, tip: tel
   self.select(state.head, had);
 }
 
-// A cell without a number: its outline, and lines across it.
+// A cell without a number: an outline with hatching.
 function hatch(x, y, width, height) {
   const lines = [];
   for (let at = 5; at < width + height; at += 5) {
@@ -78,7 +78,7 @@ function indexOf(event) {
   return cell ? Number(cell.getAttribute("data-i")) : null;
 }
 
-// Where an arrow key leads: the next head that is there, in its row or its column.
+// The target of an arrow key: the next existing head in the same row or column.
 function step(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return null;
   const [layer, head] = SCAN.heads[state.head], here = LAYERS.indexOf(layer);

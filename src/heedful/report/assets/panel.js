@@ -4,7 +4,7 @@ const SHOWN = [RANK, ...["rank90", "rank95"].filter((id) => id !== RANK), "energ
 const CODE = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 const LEVEL = new Map([...CODE].map((character, i) => [character, i]));
 
-// Two characters a value: log₁₀ σ from −8 to 4 in 4096 steps, at the indices of the grid and at the last.
+// Two characters per value: log₁₀ σ from −8 to 4 in 4096 steps, at the indices of the grid and at the last index.
 function decodeSpectrum(text, count) {
   const points = [];
   for (let i = 0; 2 * i < (text?.length ?? 0); i++) {
@@ -31,13 +31,13 @@ function drawPanel() {
   const focused = document.activeElement?.id;
   const below = h("div", { class: "panel-numbers" }, numbers(i)), under = $("explore").classList.contains("side") && innerWidth >= 992;
   $("panel").replaceChildren(head, h("div", { class: "panel-spectrum" }, spectrum), h("div", { class: "panel-weights" }, weights), ...(under ? [] : [below]));
-  $("under-map").replaceChildren(...(under ? [below] : [])); // a tall map leaves room for the numbers below it
+  $("under-map").replaceChildren(...(under ? [below] : [])); // if the map is beside the panel, the numbers go below the map
   if (["previous-head", "next-head", "head-link"].includes(focused)) $(focused).focus();
   drawSpectrum(spectrum, i);
   drawWeights(weights, i);
 }
 
-// The pattern that comes nearest, with how much of the head it explains: a name never stands without its number.
+// The nearest pattern, always with the share of the head that it explains.
 function patternText(i) {
   const b = block(), score = b.label_score?.[i], label = b.label?.[i], [agree, all] = [b.label_texts?.[i], b.texts?.[i]];
   if (label === "content") return t("pattern.free", { score: number(score, "share") });
@@ -45,7 +45,7 @@ function patternText(i) {
   return t("pattern.named", { label: labelName(label), score: number(score, "share"), texts: some });
 }
 
-// Room, ticks and lines of a plot with two logarithmic axes.
+// Margins, ticks and lines of a plot with two logarithmic axes.
 function logAxes({ width, height, x, y, left, bottom, top, right }) {
   const X = (v) => left + (Math.log(v / x[0]) / Math.log(x[1] / x[0])) * (width - left - right);
   const Y = (v) => height - bottom - (Math.log(v / y[0]) / Math.log(y[1] / y[0])) * (height - bottom - top);
@@ -55,7 +55,7 @@ function logAxes({ width, height, x, y, left, bottom, top, right }) {
 }
 const plain = (v) => (v >= 0.001 && v < 10000 ? String(Number(v.toPrecision(1))) : "10" + [...String(Math.round(Math.log10(v)))].map((c) => (c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c])).join(""));
 
-// A row of line samples and names above a plot; wraps where there is no room.
+// A legend above a plot: line samples and names; wraps if it is too wide.
 function lineKey(entries, left, width) {
   const nodes = [];
   let x = left, y = 10;
@@ -102,7 +102,7 @@ function drawSpectrum(holder, i) {
     h("figcaption", { class: "caption" }, [t("spectrum.first", { n: b.sigma_count[i] }), random.length ? t("random.about") : "", rank > last ? t("spectrum.beyond", { rank: number(rank, "count") }) : ""].filter(Boolean).join(lang() === "zh" ? "" : " ")));
 }
 
-// The picture of a head at the length that is chosen.
+// The picture of a head at the selected length.
 function pictureOf(i) {
   const { shapes, heads } = SCAN.pictures[state.at];
   return heads[i] && { ...shapes[heads[i][0]], scale: heads[i][1], cells: heads[i][2] };
@@ -151,7 +151,7 @@ function drawWeights(holder, i) {
     h("figcaption", { class: "caption" }, `${t("weights.text", { length })}${lang() === "zh" ? "" : " "}${caption}`), readout);
 }
 
-// The tokens under a cell: their places, and their text where the picture's tokens are these.
+// The tokens of a cell: their positions, and their text if it is known for this picture.
 function tokensOf(cell, p, i) {
   const first = Math.ceil(cell * p.per - 1e-4), last = Math.max(first, Math.ceil((cell + 1) * p.per - 1e-4) - 1);
   const places = h("span", { class: "quiet" }, first === last ? String(first) : `${first}–${last}`);
@@ -160,7 +160,7 @@ function tokensOf(cell, p, i) {
   return [places, " ", h("span", { class: "tokens" }, prose(tokens, first, last + 1))];
 }
 
-// Pieces of words put together again, whichever way the tokenizer marks a word's start.
+// Join pieces of words, for every way in which tokenizers mark the start of a word.
 function prose(all, first, end) {
   const marked = all.some((token) => /^[Ġ▁]/.test(token)), tokens = all.slice(first, end);
   const text = marked ? tokens.map((token) => token.replace(/[Ġ▁]/g, " ").replaceAll("Ċ", "⏎")).join("") : tokens.join(" ").replaceAll(" ##", "");

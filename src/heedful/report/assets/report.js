@@ -1,7 +1,7 @@
-// Putting it together: controls, selection, and what is drawn again when something changes.
+// The main script: controls, selection, and redrawing after changes.
 const anchorOf = (i) => `#L${SCAN.heads[i][0]}H${SCAN.heads[i][1]}`;
 
-// The head that the address names, as #L2H3; null where it names none of these.
+// The head named in the URL, such as #L2H3; null if there is no such head.
 function addressed() {
   const found = /^#L(\d+)H(\d+)$/i.exec(location.hash);
   return found ? (INDEX.get(`${Number(found[1])}:${Number(found[2])}`) ?? null) : null;
@@ -38,7 +38,7 @@ function drawControls() {
   drawCards();
 }
 
-// The counts on the cards are those of the map: of the length that is chosen.
+// The counts on the cards, like the map, are for the selected length.
 function drawCards() {
   const kinds = block().kind_of_head, all = known(kinds.map((kind) => KINDS.indexOf(kind))).length || 1;
   $("cards-head").textContent = t(OTHER ? "cards.head.two" : "cards.head", { n: SCAN.lengths[state.at], a: SCAN.title, b: OTHER?.title });
@@ -88,7 +88,7 @@ function drawFacts() {
   $("glossary-measures").replaceChildren(...MEASURES.filter((m) => m.group !== "base").flatMap((m) => [h("dt", {}, measureName(m.id)), h("dd", {}, m[lang()][1])]), h("dt", {}, t("certified")), h("dd", {}, t("certified.about")), h("dt", {}, t("random")), h("dd", {}, t("random.about")));
 }
 
-// A model with many layers has its map beside the panel; one with few, above it.
+// With many layers the map is beside the panel; with few, above it.
 $("explore").classList.add(LAYERS.length > 12 ? "side" : "wide");
 $("measure").addEventListener("change", (event) => { state.measure = event.target.value; draw(); });
 $("length").addEventListener("change", (event) => { state.at = Number(event.target.value); draw(); });
@@ -100,7 +100,7 @@ $("table").addEventListener("click", (event) => { const row = event.target.close
 document.querySelectorAll(".card").forEach((card) => card.addEventListener("click", () => toggle(card.dataset.kind)));
 let wide = innerWidth, waiting = 0;
 addEventListener("resize", () => {
-  if (innerWidth === wide) return; // a phone's address bar changes the height alone
+  if (innerWidth === wide) return; // a phone's address bar changes only the height
   wide = innerWidth;
   clearTimeout(waiting);
   waiting = setTimeout(draw, 120);

@@ -1,11 +1,11 @@
 "use strict";
-// What every page has: its data, a language and colours that can be switched, and a word to those who draw when they are.
+// Common to all pages: data, switches for language and colours, and callbacks after a switch.
 const heedful = (() => {
   const root = document.documentElement;
   const data = JSON.parse(document.getElementById("data").textContent);
   const listeners = [];
 
-  // A browser may refuse storage to a page opened from disk; then a choice lasts as long as the page.
+  // A browser may refuse storage for a page opened from disk; then a choice is lost when the page is closed.
   const remember = (key, value) => { try { localStorage.setItem("heedful." + key, value); } catch { /* not kept */ } };
   const recall = (key) => { try { return localStorage.getItem("heedful." + key); } catch { return null; } };
   const each = (selector, f) => document.querySelectorAll(selector).forEach(f);

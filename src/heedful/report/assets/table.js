@@ -11,7 +11,7 @@ function columnValue(by, i) {
   return b[by]?.[i];
 }
 
-// Missing values come last, whichever way the rest is sorted; equal ones stay in the order of the model.
+// Missing values come last in both sort directions; equal values keep the order of the model.
 function sorted() {
   const { by, down } = state.sort, rows = SCAN.heads.map((_, i) => i).filter(matches);
   const value = by === "difference" ? ((all) => (i) => all[i])(differences(measureOf(RANK)).values) : (i) => columnValue(by, i);
@@ -57,7 +57,7 @@ function markRow() {
   document.querySelectorAll("#table tbody tr[data-row]").forEach((row) => row.setAttribute("aria-selected", String(Number(row.dataset.row) === state.head)));
 }
 
-// Every column at every length for the heads that the filter leaves, of both scans where there are two.
+// All columns at all lengths for the heads that pass the filter, for both scans if there are two.
 function saveTable() {
   const heads = sorted(), columns = MEASURES.flatMap((m) => ["", "_low", "_high", "_certified_low", "_certified_high"].map((end) => m.id + end)).filter((id) => SCAN.blocks.some((b) => b[id]));
   const lines = [["model", "length", "layer", "head", "name", "attention", "kind", "label", "texts", ...columns]];

@@ -1,6 +1,6 @@
 """Build corpora: `python -m heedful.studies.corpora --language de --sizes 5000,20000 --out carry/corpora`.
 
-Packages are downloaded to --cache, never installed; their texts have licences of their own and are not to be passed on.
+Packages are downloaded to --cache, never installed. Their texts have their own licences; do not redistribute them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SMALL = Path(__file__).parent / "small.tsv"
 """200 pairs, German and English, written for tests."""
 
 VOCABULARY = {5_000: 4_000}
-"""Tokens of the vocabulary where they are not 8,000: fewer merges suit fewer sentences."""
+"""Sizes of the vocabulary other than 8,000: fewer merges suit fewer sentences."""
 
 
 def from_packages(language: str, cache: Path) -> tuple[Split, dict[str, Any]]:
-    """Clean, split pairs of a language and English, and where they come from; kept in the cache."""
+    """Clean, split pairs of a language and English, and where they come from; cached in a folder."""
     kept = cache / f"pairs-{language}.json"
     packages = download(PACKAGES[language], cache / "packages")
     identity = {package.name: package.sha256 for package in packages}
@@ -60,7 +60,7 @@ def from_packages(language: str, cache: Path) -> tuple[Split, dict[str, Any]]:
 
 
 def from_files(source: Path, target: Path) -> Split:
-    """The same of two files with a sentence on each line; there are no unseen packages, so both tests are alike."""
+    """The same from two files with one sentence per line. Without unseen packages, both tests are the same pairs."""
     ours, theirs = (path.read_text().splitlines() for path in (source, target))
     if len(ours) != len(theirs):
         raise ValueError(f"{source}: {len(ours)} lines, expected {len(theirs)} as in {target}, one for each sentence.")
@@ -77,7 +77,7 @@ def small() -> Split:
 
 
 def encode(parts: Split, languages: tuple[str, str], size: int, vocabulary: int, folder: Path, card: dict) -> dict:
-    """Write the first `size` training pairs and the tests; the card with what was written."""
+    """Write the first `size` training pairs and the tests; return the card with what was written."""
     chosen = parts._replace(train=parts.train[:size])
     if len(chosen.train) < size:
         raise ValueError(f"sizes: {size} training pairs, but there are {len(chosen.train)}; ask for at most these.")

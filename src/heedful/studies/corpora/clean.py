@@ -1,10 +1,10 @@
-"""Which pairs are worth training on, and how they are split.
+"""Filter pairs of sentences and split them into training and test sets.
 
-keep        4 to 60 words a side, length ratio 0.4 to 2.5, at least 70 % letters, the same numbers on both sides, at
+keep        4 to 60 words per side, length ratio 0.4 to 2.5, at least 70 % letters, the same numbers on both sides, at
             most 60 % of the words shared, no format strings
 unique      one pair for each sentence of either side, up to case, digits and punctuation
-split       packages that are for testing alone; a sample of the prose of the others; training is the rest, without
-            pairs that share half of their runs of four words with a sentence of a test
+split       tests from packages reserved for testing, and from a sample of the prose of the others; training is the
+            rest, without pairs that share half of their word 4-grams with a test sentence
 order       by a hash of the sentences, prose before messages: a smaller training set is the start of a larger one
 """
 
@@ -24,7 +24,7 @@ RUN = 4
 
 
 class Split(NamedTuple):
-    """Pairs to train on, and pairs to test on from packages of the training set and from others."""
+    """Training pairs, and test pairs from packages in the training set and from unseen packages."""
 
     train: list[Pair]
     dev: list[Pair]
@@ -34,7 +34,7 @@ class Split(NamedTuple):
 
 
 def is_clean(one: str, other: str) -> bool:
-    """Whether two sentences are prose of reasonable length and likely translations of each other.
+    """True if two sentences are prose of reasonable length and likely translations of each other.
 
     >>> is_clean("Das Programm liest die Datei neu ein.", "The program reads the file again.")
     True
@@ -87,13 +87,13 @@ def _rank(pair: Pair) -> bytes:
 
 
 def _runs(sentence: str) -> set[str]:
-    """The runs of four words of a sentence."""
+    """The word 4-grams of a sentence."""
     words = WORD.findall(sentence.lower())
     return {" ".join(words[i : i + RUN]) for i in range(max(1, len(words) - RUN + 1))}
 
 
 def _index(pairs: Iterable[Pair]) -> dict[str, list[tuple[int, int]]]:
-    """The sentences of the tests in which each run of words occurs, with their number of runs."""
+    """For each 4-gram, the test sentences in which it occurs, with their number of 4-grams."""
     found: dict[str, list[tuple[int, int]]] = {}
     for at, sentence in enumerate(text for pair in pairs for text in (pair.other, pair.english)):
         runs = _runs(sentence)
@@ -103,7 +103,7 @@ def _index(pairs: Iterable[Pair]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _near(pair: Pair, known: dict[str, list[tuple[int, int]]]) -> bool:
-    """Whether a side shares half of its runs, or half of the other's, with one sentence of the tests."""
+    """True if a side and one test sentence share half of the 4-grams of either."""
     for sentence in (pair.other, pair.english):
         runs = _runs(sentence)
         shared: Counter[tuple[int, int]] = Counter(where for run in runs for where in known.get(run, ()))

@@ -1,6 +1,6 @@
-"""All pairs of sentences of a list of packages.
+"""Collect all pairs of sentences from a list of packages.
 
-A page and its translation have the same path but for the name of the language: help/C/clock.page and
+The paths of a page and its translation differ only in the name of the language: help/C/clock.page and
 help/de/clock.page, ch04.en.html and ch04.de.html, man1/ls.1.gz and de/man1/ls.1.gz.
 """
 
@@ -46,7 +46,7 @@ PACKAGES = {
         ),
     ],
 }
-"""Packages whose files hold pairs with English; both sides of a page must be among them."""
+"""Packages whose files contain pairs with English; both sides of a page must be among them."""
 
 UNSEEN = {
     "de": frozenset(
@@ -54,7 +54,7 @@ UNSEEN = {
     ),
     "vi": frozenset({"gnome-user-docs"}),
 }
-"""Packages whose sentences are for testing alone."""
+"""Packages whose sentences are used only for testing."""
 
 
 class Pair(NamedTuple):
@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 
 
 def collect(packages: list[Package], language: str) -> tuple[list[Pair], dict[str, list[str]]]:
-    """Every pair of sentences that the packages hold, and the licences of each package."""
+    """All pairs of sentences in the packages, and the licences of each package."""
     regions = REGIONS.get(language, frozenset({language}))
     pairs: list[Pair] = []
     found: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def _blocks(path: str, content: bytes) -> list[Block]:
 
 
 def without_language(path: str, regions: frozenset[str]) -> tuple[str, bool]:
-    """A path without the name of its language, and whether that is one of the regions.
+    """A path without the name of its language, and True if that language is one of the regions.
 
     >>> without_language("usr/share/help/de/gnome-help/clock.page", frozenset({"de"}))
     ('usr/share/help/gnome-help/clock.page', True)

@@ -1,4 +1,4 @@
-"""Pairs of sentences as tokens: one BPE vocabulary for both languages, learned from the training pairs alone."""
+"""Encode pairs of sentences as tokens: one BPE vocabulary for both languages, learned from the training pairs only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from heedful.studies.data import SPECIAL, UNKNOWN
 
 Texts = list[tuple[str, str]]
 LONGEST = 126
-"""Tokens of a sentence; longer ones are left out of training and cut in tests."""
+"""Maximal tokens of a sentence; longer ones are dropped in training and truncated in tests."""
 
 
 def learn(texts: Iterator[str], vocabulary: int) -> Tokenizer:
@@ -73,7 +73,7 @@ def write(
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[list[int], list[int]]]:
-    """Tokens of each sentence, and whether each is the first of a word."""
+    """Tokens of each sentence, and 1 for each token that begins a word."""
     found = []
     for encoded in tokenizer.encode_batch(texts):
         words = encoded.word_ids

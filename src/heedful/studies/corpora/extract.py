@@ -1,7 +1,7 @@
-"""Aligned sentences from translated files: gettext catalogues, pages of HTML or XML, manual pages.
+"""Extract aligned sentences from translated files: gettext catalogues, HTML or XML pages, manual pages.
 
-Translations of one document keep its structure, so blocks (paragraphs, headings, table cells) pair up by their place;
-where the structures differ, nothing is taken. Inside a pair of blocks, sentences pair up if both have as many.
+Translations of one document keep its structure, so blocks (paragraphs, headings, table cells) are paired by position.
+If the structures differ, nothing is used. Inside a pair of blocks, sentences are paired if both have the same number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 
 Block = tuple[str, str]
-"""What marks a block (a tag with its id, or a macro) and its text."""
+"""The mark of a block (a tag with its id, or a macro) and its text."""
 
 
 def catalogue(content: bytes) -> Iterator[tuple[str, str]]:
@@ -34,7 +34,7 @@ def catalogue(content: bytes) -> Iterator[tuple[str, str]]:
 
 
 def plain(message: str) -> str:
-    """A message of a program as prose: without tags and without the mark of the key that selects a menu entry."""
+    """A program's message as prose: without tags and without the markers of menu shortcuts."""
     message = re.sub(r"<[^<>]*>", " ", message)
     message = re.sub(r"[_&~](?=\w)", "", message) if len(re.findall(r"[_&~]\w", message)) == 1 else message
     return " ".join(message.replace("\\n", " ").split())
@@ -112,7 +112,7 @@ GLYPHS |= {
 
 
 def manual(content: bytes) -> list[Block]:
-    """Blocks of a manual page written with the man macros; none of one written with others."""
+    """Blocks of a manual page written with the man macros; empty for other macros."""
     blocks: list[Block] = []
     mark, text, verbatim, tag_follows = "", [""], False, False
 
@@ -170,16 +170,16 @@ def _glyphs(text: str) -> str:
 
 
 def pair_blocks(ours: list[Block], theirs: list[Block]) -> Iterator[tuple[str, str]]:
-    """Texts of blocks that correspond: all of two pages with the same structure, or those of sections that have it.
+    """Texts of corresponding blocks: all blocks of two pages with the same structure, or those of matching sections.
 
-    Blocks with an id pair up by it, wherever they are.
+    Blocks with an id are paired by it, regardless of position.
     """
     named = {mark: text for mark, text in theirs if "#" in mark and not mark.endswith("#")}
     if len(named) > len(theirs) / 2:
         yield from ((text, named[mark]) for mark, text in ours if mark in named)
         return
     mine_all, its_all = (_sections(blocks) for blocks in (ours, theirs))
-    if abs(len(mine_all) - len(its_all)) > 1:  # a translation may end with a section about itself
+    if abs(len(mine_all) - len(its_all)) > 1:  # a translation may end with a section on the translation
         return
     for mine, its in zip(mine_all, its_all, strict=False):
         if [_tag(mark) for mark, _ in mine] == [_tag(mark) for mark, _ in its]:
@@ -187,7 +187,7 @@ def pair_blocks(ours: list[Block], theirs: list[Block]) -> Iterator[tuple[str, s
 
 
 def pair_sentences(ours: str, theirs: str) -> list[tuple[str, str]]:
-    """Sentences of two blocks that correspond; the blocks themselves where they have not as many."""
+    """Corresponding sentences of two blocks; the whole blocks if their numbers of sentences differ."""
     split = re.compile(r"(?<=[.!?])[)\"”“»]*\s+(?=[(\"„“«]*[A-ZÄÖÜĐ])")
     both = [re.sub(r"\b(z\. ?B|d\. ?h|e\.g|i\.e|usw|etc|bzw|ca|vgl|Nr|No)\.", r"\1․", x) for x in (ours, theirs)]
     one, other = (split.split(x) for x in both)

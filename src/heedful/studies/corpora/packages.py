@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A downloaded package: its name, its version, its file and the checksum of that."""
+    """A downloaded package: name, version, file and the file's checksum."""
 
     name: str
     version: str
@@ -22,9 +22,9 @@ class Package(NamedTuple):
 
 
 def download(names: list[str], folder: Path) -> list[Package]:
-    """Download the packages that the folder does not hold yet with `apt-get download`; return those that are there.
+    """Download packages that are not in the folder yet with `apt-get download`; return all that are there.
 
-    A package that this release of Debian does not have is left out; none at all is an error.
+    Leaves out packages that this Debian release does not have; raises if there are none at all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if not _held(name, folder)]
@@ -60,7 +60,7 @@ def members(package: Package, wanted: Callable[[str], bool]) -> Iterator[tuple[s
 
 
 def licences(copyright_file: str) -> list[str]:
-    """Names of the licences that a package's copyright file lists, or that its text names.
+    """Names of the licences that a package's copyright file lists, or that its text mentions.
 
     >>> licences("Published under the GNU Free Documentation License, Version 1.2; EXAMPLES included.")
     ['GNU Free Documentation License']

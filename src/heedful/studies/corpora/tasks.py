@@ -1,14 +1,14 @@
 """Data of the other tasks: `python -m heedful.studies.corpora.tasks --task prose --out carry/corpora`.
 
 prose      language modelling: English prose of Debian documentation in blocks of 255 tokens
-manuals    classification: which of five manuals a paragraph comes from; its label is the one token to say
-recall     multi-query recall (Arora et al. 2023, arXiv:2312.04927): 15 keys with their values, then each key again in
-           another order, after which its value is to be said; drawn at random
+manuals    classification: which of five manuals a paragraph comes from; the decoder predicts one token, the label
+recall     multi-query recall (Arora et al. 2023, arXiv:2312.04927): 15 random keys with their values, then each key
+           again in another order; after each, the model predicts its value
 
-A folder has the form of a parallel corpus. Tests of the first two are documents that training sees in part ("test") and
-documents or packages that it never sees ("test_unseen"); the unseen test of recall has 31 keys.
+A folder has the format of a parallel corpus. Tests of the first two come from documents that training sees in part
+("test") and from unseen documents or packages ("test_unseen"); the unseen test of recall has 31 keys.
 
-Each card holds trivial baselines: frequencies of tokens and of pairs of tokens, a naive Bayes classifier over bags of
+Each card has trivial baselines: frequencies of tokens and of pairs of tokens, a naive Bayes classifier over bags of
 words, and guessing among the values that were shown.
 """
 
@@ -35,7 +35,7 @@ from heedful.studies.corpora.packages import Package, download, licences, member
 from heedful.studies.data import END, SPECIAL
 
 BLOCK = 255
-"""Tokens of a block of prose: 256 with the token that begins it."""
+"""Tokens of a block of prose: 256 with the start token."""
 
 MANUALS = {
     "debian-handbook": r"/html/en-US/.*\.html$",
@@ -55,7 +55,7 @@ PROSE = MANUALS | {
     "linuxcnc-doc-en": r"\.html$",
 }
 UNSEEN = ("kicad-doc-en", "debian-faq")
-"""Packages that only the unseen tests of prose are from."""
+"""Packages used only for the unseen tests of prose."""
 
 KEYS, VALUES, SHOWN = 64, 64, {"train": 15, "dev": 15, "test": 15, "test_unseen": 31}
 
@@ -67,7 +67,7 @@ class Paragraph(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What the encoder reads, what the decoder is to say, and which of it counts."""
+    """What the encoder reads, what the decoder should predict, and which of these tokens count."""
 
     source: list[int]
     begins: list[int]
@@ -76,7 +76,7 @@ class Example(NamedTuple):
 
 
 def paragraphs(packages: Iterable[Package], wanted: dict[str, str]) -> tuple[list[Paragraph], dict[str, list[str]]]:
-    """Each paragraph of English prose once, in the order of the documents, and the packages' licences."""
+    """All distinct paragraphs of English prose in document order, and the packages' licences."""
     found, seen, named = [], set(), {}
     for package in packages:
         pattern = re.compile(wanted[package.name])
@@ -100,12 +100,12 @@ def _is_prose(text: str) -> bool:
 
 
 def _share(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
+    """A number in [0, 1) that depends only on the text."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32
 
 
 def prose(found: list[Paragraph], vocabulary: int) -> tuple[dict[str, list[Example]], Tokenizer, dict[str, Any]]:
-    """Blocks of prose; a document is in one split."""
+    """Blocks of prose; each document is in one split."""
 
     def split_of(paragraph: Paragraph) -> str:
         side = _share(paragraph.document)
@@ -126,7 +126,7 @@ def prose(found: list[Paragraph], vocabulary: int) -> tuple[dict[str, list[Examp
 
 
 def pairs_of_tokens(splits: dict[str, list[Example]], vocabulary: int) -> dict[str, float]:
-    """Cross-entropy a token where each is guessed from the one before it, half by pairs and half by frequency."""
+    """Cross-entropy per token of a bigram model: half by frequencies of pairs, half by frequencies of tokens."""
     single: Counter[int] = Counter()
     double: dict[int, Counter[int]] = defaultdict(Counter)
     for example in splits["train"]:
@@ -151,7 +151,7 @@ def pairs_of_tokens(splits: dict[str, list[Example]], vocabulary: int) -> dict[s
 
 
 def manuals(found: list[Paragraph], vocabulary: int) -> tuple[dict[str, list[Example]], Tokenizer, dict[str, Any]]:
-    """Paragraphs and the manual that they are from; a tenth of the documents is unseen."""
+    """Paragraphs labelled by their manual; a tenth of the documents is unseen."""
     names = list(MANUALS)
     texts: dict[str, list[Paragraph]] = defaultdict(list)
     for paragraph in (x for x in found if x.package in MANUALS):
@@ -212,7 +212,7 @@ def _round_mean(facts: Iterable[bool]) -> float:
 
 
 def recall(count: int, seed: int = 0) -> tuple[dict[str, list[Example]], None, dict[str, Any]]:
-    """Sequences k₁ v₁ … k_p v_p, then each key again and its value, which counts."""
+    """Sequences k₁ v₁ … k_p v_p, then each key again followed by its value; only these values count."""
     generator = torch.Generator().manual_seed(seed)
     first = len(SPECIAL)
 
@@ -257,7 +257,7 @@ def write(folder: Path, splits: dict[str, list[Example]], vocabulary: int, card:
 
 
 def build(task: str, out: Path, cache: Path, size: int) -> dict[str, Any]:
-    """Write the folder of a task; its card."""
+    """Write the folder of a task and return its card."""
     if task == "recall":
         splits, _, baselines = recall(size)
         return write(out / task, splits, len(SPECIAL) + KEYS + VALUES, {"task": task, "baselines": baselines})
