@@ -220,7 +220,7 @@ class AttentionOperator:
         """True if it is a sum, of terms or of heads, whose entries may be much smaller than those of its parts."""
         return len(self.terms) > 1 or self.terms[0].summed > 0
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """Numbers that `materialise` writes for its largest term."""
         return max(prod(term.batch) for term in self.terms) * self.shape[-2] * self.shape[-1]
