@@ -6,7 +6,7 @@
 takes one file from each Debian package in the folder (UNSEEN), scans the texts as the command does, and prints, for
 each model and length: heads whose rank is within 5 % of the truth, the mean signed error with its 95 % interval (texts
 are the unit: heads of one text are not independent), the worst heads, and truths outside their certified interval.
-`--calibration` takes the texts by which the constants of `measures.tail` were chosen instead; change those by these
+`--calibration` takes the texts by which the constants of `measures.profile` were chosen instead; change those by these
 texts alone.
 
 Dense float64 spectra take 0.2 s of a core for each head of 1024 tokens, a minute for each text of SmolLM2. They are
