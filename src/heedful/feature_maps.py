@@ -64,6 +64,9 @@ class LinearLogs(NamedTuple):
 class LogFeatureMap(FeatureMap):
     """Positive features, given by their logarithms."""
 
+    logs_depend_on: tuple[str, ...] | None = None
+    """Attributes that `linear_logs` depends on besides the buffers: linear attention caches it by both. None: never."""
+
     def linear_logs(self) -> LinearLogs | None:
         """How the logarithms depend on a token where they are linear in it, else None."""
         return None
