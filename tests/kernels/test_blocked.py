@@ -199,7 +199,8 @@ def test_a_second_call_makes_no_tiles(monkeypatch):
 
 
 def test_tiles_cached_in_inference_mode_serve_gradients():
-    attend, (q, k, v) = h.Softmax(h.Strided(3) & h.Window(13, sinks=1), softcap=5.0), inputs(n=39, m=47)
+    # the first queries see nothing: autograd keeps the part of the mask that says so
+    attend, (q, k, v) = h.Softmax(h.Summaries(9) & h.Causal(), softcap=5.0), inputs(n=43, m=43)
     with torch.inference_mode(), h.backend("torch"):
         attend(q, k, v)
     with h.backend("torch"):
@@ -211,7 +212,7 @@ def test_tiles_cached_in_inference_mode_serve_gradients():
 def test_a_schedule_with_large_masks_is_not_cached():
     size = scheduler.size_on(torch.device("cpu"))
     assert schedule.cached_tiles(h.Tree([-1] + [0] * 1499, 2), (), 1500, 1500, size) is None
-    assert schedule.cached_tiles(h.Window(64), (), 1500, 1500, size) is not None
+    assert schedule.cached_tiles(h.Window(512, sinks=4), (), 1500, 1500, size) is not None
 
 
 def test_a_pattern_without_a_hash_runs():

@@ -22,7 +22,8 @@ from heedful.shapes import Tensor
 
 WORTH = 0.7  # halve a block of queries when the halves need less than this share of its work
 MOST_TILES = 4096  # of a schedule that is cached
-MOST_BYTES = 1 << 21  # of its masks and lists of keys
+MOST_BYTES = 1 << 22  # of its masks and lists of keys
+MASK_BYTES = 6  # of an entry of a mask: visible, hidden, and the penalty in float32
 
 
 def tiles(
@@ -37,13 +38,15 @@ def tiles(
     return _segment_tiles(pattern, batch, layout, size_on(device))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 @torch.inference_mode(False)  # a tensor made in that mode can't be saved for gradients later
 def cached_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, size: Size) -> tuple[Tile, ...] | None:
     """The tiles on a CPU without segments, made once; None if they would take too much memory.
 
     size   `size_on` a CPU, on which the tiles depend
     """
+    if _too_many_masks(pattern, n, m, size):  # asked first, so that no mask is made for nothing
+        return None
     kept: list[Tile] = []
     parts: dict[int, Mask | Keys] = {}  # many tiles share one mask, or one list of keys
     bytes_held = 0
@@ -51,7 +54,7 @@ def cached_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, size:
         kept.append(tile)
         if tile.mask is not None and id(tile.mask) not in parts:
             parts[id(tile.mask)] = tile.mask
-            bytes_held += 6 * tile.mask.visible.numel()  # visible, hidden, and the penalty in float32
+            bytes_held += MASK_BYTES * tile.mask.visible.numel()
         if tile.cols.interval is None and id(tile.cols) not in parts:
             parts[id(tile.cols)] = tile.cols
             bytes_held += 16 * len(tile.cols)
@@ -61,6 +64,21 @@ def cached_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, size:
         if isinstance(part, Mask):
             part.complete()
     return tuple(kept)
+
+
+def _too_many_masks(pattern: Pattern, n: int, m: int, size: Size) -> bool:
+    """True if the tiles that have a mask of their own hold more entries than are kept."""
+    first = pattern.repeats_from
+    own = n if first is None else first - (m - n)  # queries before those whose tiles share a mask
+    most = MOST_BYTES // MASK_BYTES
+    if own * m <= most:
+        return False
+    entries = 0
+    for lo, hi, cols in _blocks(pattern, n, m, size):
+        if lo >= own or entries > most:
+            break
+        entries += (hi - lo) * len(cols)
+    return entries > most
 
 
 def _pattern_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, device: torch.device) -> Iterator[Tile]:
