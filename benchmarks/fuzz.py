@@ -60,7 +60,8 @@ import torch
 import heedful as h
 from heedful.core import Mechanism, RecurrentMechanism
 from heedful.feature_maps import FeatureMap, LogFeatureMap
-from heedful.kernels.chunked_linear.groups import CHUNK, LEAST
+from heedful.kernels.chunked_linear.chunks import CHUNK
+from heedful.kernels.chunked_linear.groups import LEAST
 from heedful.kernels.iterated_inverse import iterated_inverse
 from heedful.mechanisms.linear_base import LinearBase
 from heedful.mechanisms.nystrom import Nystrom, landmarks

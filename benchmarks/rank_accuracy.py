@@ -6,8 +6,8 @@
 takes one file from each Debian package in the folder (UNSEEN), scans the texts as the command does, and prints, for
 each model and length: heads whose rank is within 5 % of the true rank, the mean signed error with its 95 % interval
 (texts are the unit: heads of one text are not independent), the worst heads, and true ranks outside their certified
-interval. `--calibration` uses the texts on which the constants of `measures.tail` were chosen; tune those constants on
-these texts only.
+interval. `--calibration` uses the texts on which the constants of `measures.profile` were chosen; tune those constants
+on these texts only.
 
 Dense float64 spectra take 0.2 s of a core for each head of 1024 tokens, a minute for each text of SmolLM2. They are
 cached under runs/ranks, one file per text, model, length and layer. So an interrupted run continues, and comparing

@@ -9,10 +9,10 @@ import torch
 
 import heedful as h
 from heedful.kernels.blocked.reference import blocked
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.row_statistics import row_statistics
 from heedful.kernels.row_statistics.sums import Request
 from heedful.kernels.softmax.recognise import StridedKeys, StridedWindow, recognise
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.kernels.softmax.strided import merged
 from heedful.patterns import FAR, Offsets, balanced_tree
 from heedful.testing import CHECKS, Case, DoesNotApply

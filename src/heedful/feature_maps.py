@@ -82,6 +82,9 @@ class LogFeatureMap(FeatureMap):
     torch.Size([4, 100, 16])
     """
 
+    logs_depend_on: tuple[str, ...] | None = None
+    """Attributes that `linear_logs` depends on besides the buffers: linear attention caches it by both. None: never."""
+
     def linear_logs(self) -> LinearLogs | None:
         """Return the coefficients if the logarithms are linear in a token, else None."""
         return None

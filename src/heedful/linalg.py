@@ -14,7 +14,7 @@ ceiling     Σ_{i≤r} σ_i² ≤ Σ_{i≤r} θ_i² + min(‖R‖², r ν),  ν 
             probability of failure (`norm_slack`)
 estimate    the sketch starts from A Ω = U_0 S, Ω with p random columns, so it is a quadrature rule as well: for any f
             E tr Ωᵀ Aᵀ f(A Aᵀ) A Ω = p Σ σ_i² f(σ_i²),  the trace is about Σ_i f(θ_i²) ‖Sᵀ y_i‖², y_i the part of the
-            i-th Ritz vector in the first block. So ‖Sᵀ y_i‖² / p is the energy near θ_i² (`measures.tail`)
+            i-th Ritz vector in the first block. So ‖Sᵀ y_i‖² / p is the energy near θ_i² (`measures.profile`)
 
 Floor and ceiling hold for whatever U came out: they need it to be orthonormal, not to have converged. All of it is
 about A Aᵀ, so pass A with its shorter side first.

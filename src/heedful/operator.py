@@ -220,7 +220,7 @@ class AttentionOperator:
         """True if it is a sum of terms or heads: its entries may be much smaller than those of the summands."""
         return len(self.terms) > 1 or self.terms[0].summed > 0
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """Number of entries that `materialise` writes for the largest term."""
         return max(prod(term.batch) for term in self.terms) * self.shape[-2] * self.shape[-1]

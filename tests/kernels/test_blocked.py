@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels.blocked import schedule
 from heedful.kernels.blocked import tiles as scheduler
 
 PATTERNS = [
@@ -149,7 +150,7 @@ def test_nan_in_padding_reaches_neither_adjoint_nor_matrix():
 
 def test_work_follows_the_pattern():
     def visited(pattern, n=4096):
-        found = scheduler.tiles(pattern, (), n, n, None, torch.device("cpu"))
+        found = schedule.tiles(pattern, (), n, n, None, torch.device("cpu"))
         return sum((tile.rows.stop - tile.rows.start) * len(tile.cols) for tile in found)
 
     for pattern, slack in [
@@ -164,7 +165,7 @@ def test_work_follows_the_pattern():
 
 
 def test_tiles_that_are_shifts_of_each_other_share_one_small_mask():
-    found = list(scheduler.tiles(h.Causal(), (), 2048, 2048, None, torch.device("cpu")))
+    found = list(schedule.tiles(h.Causal(), (), 2048, 2048, None, torch.device("cpu")))
     assert len({id(tile.mask) for tile in found}) == 1
     assert found[-1].mask.visible.shape[-1] <= scheduler.ROWS
 
@@ -174,3 +175,50 @@ def test_a_plain_function_with_a_gradient_is_refused():
     q, k, v = inputs()
     with pytest.raises(TypeError, match=r"nn\.Module"):
         h.Softmax(h.Causal(), bias=lambda i, j: -slope * (i - j))(q, k, v)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_cached_tiles_are_those_of_the_schedule(pattern):
+    cpu = torch.device("cpu")
+    cached = schedule.cached_tiles(pattern, (2, 3), 41, 41, scheduler.size_on(cpu))
+    fresh = list(schedule.tiles(pattern, (2, 3), 41, 41, None, cpu))
+    assert cached is not None and len(cached) == len(fresh)
+    for one, two in zip(cached, fresh, strict=True):
+        assert (one.batch, one.rows, one.clear) == (two.batch, two.rows, two.clear)
+        assert torch.equal(one.cols.index, two.cols.index) and torch.equal(one.i, two.i) and torch.equal(one.j, two.j)
+        assert (one.mask is None) == (two.mask is None)
+        assert one.mask is None or torch.equal(one.mask.visible, two.mask.visible)
+
+
+def test_a_second_call_makes_no_tiles(monkeypatch):
+    attend, (q, k, v) = h.Softmax(h.Window(11, sinks=2)), inputs(n=37, m=43)
+    first = attend(q, k, v)
+    monkeypatch.setattr(h.Window, "spans", None)
+    monkeypatch.setattr(h.Window, "allows", None)
+    assert torch.equal(attend(q, k, v), first)
+
+
+def test_tiles_cached_in_inference_mode_serve_gradients():
+    # the first queries see nothing: autograd keeps the part of the mask that says so
+    attend, (q, k, v) = h.Softmax(h.Summaries(9) & h.Causal(), softcap=5.0), inputs(n=43, m=43)
+    with torch.inference_mode(), h.backend("torch"):
+        attend(q, k, v)
+    with h.backend("torch"):
+        given = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
+    wanted = torch.autograd.grad((attend.matrix(q, k) @ v).square().sum(), (q, k, v))
+    torch.testing.assert_close(given, wanted)
+
+
+def test_a_schedule_with_large_masks_is_not_cached():
+    size = scheduler.size_on(torch.device("cpu"))
+    assert schedule.cached_tiles(h.Tree([-1] + [0] * 1499, 2), (), 1500, 1500, size) is None
+    assert schedule.cached_tiles(h.Window(512, sinks=4), (), 1500, 1500, size) is not None
+
+
+def test_a_pattern_without_a_hash_runs():
+    class Unhashable(h.Window):
+        __hash__ = None
+
+    q, k, v = inputs()
+    with h.backend("torch"):
+        assert torch.equal(h.Softmax(Unhashable(7))(q, k, v), h.Softmax(h.Window(7))(q, k, v))

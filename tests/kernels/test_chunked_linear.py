@@ -14,7 +14,7 @@ if not ON_GPU:
 
 import heedful as h  # noqa: E402
 from heedful.kernels import dispatch  # noqa: E402
-from heedful.kernels.chunked_linear import groups, reference  # noqa: E402
+from heedful.kernels.chunked_linear import chunks, reference  # noqa: E402
 from heedful.kernels.chunked_linear.reference import LinearState  # noqa: E402
 from heedful.kernels.dispatch import Backend, Kernel  # noqa: E402
 from heedful.kernels.linear_attention import LinearCall, linear_attention  # noqa: E402
@@ -239,7 +239,7 @@ def small(form, monkeypatch):
     """Chunks so short that a few dozen tokens make several."""
     if form is reference:
         for name, size in dict(CHUNK=16, GROUP=32, CACHED=512).items():
-            monkeypatch.setattr(groups, name, size)
+            monkeypatch.setattr(chunks, name, size)
     else:
         monkeypatch.setattr(form.launches, "SETUPS", form.launching.LaunchCache())
         monkeypatch.setattr(form.launching, "empty", poisoned)
@@ -275,7 +275,7 @@ def test_the_gradient_of_the_decay(way, case, monkeypatch):
         pytest.skip("exp features with a decay are taken by the reference alone")
     small(way, monkeypatch)
     if way is reference:
-        monkeypatch.setattr(groups, "CACHED", 1)  # groups of two chunks, one head at a time
+        monkeypatch.setattr(chunks, "CACHED", 1)  # groups of two chunks, one head at a time
     inputs, options = build(**case)
     wide = torch.float64 if way is reference else torch.float32
     grads = []

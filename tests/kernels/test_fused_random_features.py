@@ -10,7 +10,7 @@ from bounds import within_bounds
 
 import heedful as h
 from heedful.kernels.dispatch import Backend
-from heedful.kernels.linear_attention import linear_attention
+from heedful.kernels.linear_attention import LinearCall, LinearOptions, linear_attention
 from heedful.kernels.random_features import random_features, reference
 
 ON_GPU = torch.cuda.is_available()
@@ -221,7 +221,8 @@ def test_what_is_kept_of_a_projection_follows_it(monkeypatch):
         with h.backend("torch"):
             want = attend(q, k, v)
         assert distance(attend(q, k, v), want) < 2e-5
-        return form.launches.PADDED[phi.linear_logs().query_weight][-1]
+        logs = LinearCall(q, k, v, LinearOptions(phi, normalise=True, causal=True)).logs
+        return form.launches.PADDED[logs.query_weight][-1]
 
     first = changed()
     assert changed() is first

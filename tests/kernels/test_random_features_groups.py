@@ -5,6 +5,7 @@ import torch
 
 import heedful as h
 from heedful.bench.memory import allocated
+from heedful.kernels.linear_attention import LinearCall, LinearOptions
 from heedful.kernels.random_features import groups, random_features, reference
 
 CASES = {
@@ -76,3 +77,23 @@ def test_a_projection_that_learns_is_left_to_the_reference():
     assert any("gradient of the projection" in said for said in groups.objections(*tokens, **options))
     out = random_features(*tokens, **options)
     assert torch.autograd.grad(out.sum(), options["query_weight"])[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "phi", [h.FavorPlus(4, 8), h.FavorPlusPlus(4, 8), h.FavorSharp(4, 8)], ids=lambda x: type(x).__name__
+)
+def test_weights_of_features_are_cached_until_the_map_changes(phi):
+    q, k, v = torch.randn(3, 2, 30, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    attend = h.Linear(phi)
+
+    def logs():
+        torch.testing.assert_close(attend(q, k, v), attend.matrix(q, k) @ v, atol=1e-5, rtol=1e-5)
+        return LinearCall(q, k, v, LinearOptions(phi, normalise=True, causal=True)).logs
+
+    first = logs()
+    assert logs() is first
+    phi.scale *= 2
+    second = logs()
+    assert second is not first
+    phi.redraw(torch.Generator().manual_seed(1))
+    assert logs() is not second

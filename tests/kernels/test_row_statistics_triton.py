@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.row_statistics import reference
 from heedful.kernels.row_statistics.sums import Request
-from heedful.kernels.softmax.rows import SoftmaxRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONGFORMER = h.Global((0, 1)) | h.Window(4, 4)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.softmax import lists as listing
 from heedful.kernels.softmax.lists import HEAD, lists
 from heedful.kernels.softmax.reach import Reach
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.segments import visible
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,8 +8,8 @@ import torch
 import heedful as h
 from heedful import linalg
 from heedful.kernels import dispatch
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.row_statistics.sums import Request
-from heedful.kernels.softmax.rows import SoftmaxRows
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.softmax.reach import Reach, are_runs, inside, intervals
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.segments import visible
 
 ON_GPU = torch.cuda.is_available()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import heedful as h
 from heedful import linalg
 from heedful.column_slabs import Trimmed
-from heedful.measures import gpu_sketch, numerical_rank, row_correlation, search, tail
+from heedful.measures import gpu_sketch, numerical_rank, profile, row_correlation, search
 from heedful.scan.baseline import BUDGET
 
 ROUTES = {
@@ -387,7 +387,7 @@ def test_a_sketch_tells_the_values_beyond_it(settled):
     while not sketch.full:
         sketch.grow()
     exact = torch.linalg.svdvals(a).square()
-    sums = tail.spread(sketch.solve(), torch.tensor(settled), exact.sum(), 300)
+    sums = profile.spread(sketch.solve(), torch.tensor(settled), exact.sum(), 300)
     torch.testing.assert_close(sums[9::10], exact.cumsum(-1)[9::10], rtol=0.05, atol=0)
     assert (sums.diff().diff() <= 1e-9 * exact.sum()).all()
     torch.testing.assert_close(sums[-1], exact.sum())

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from heedful.kernels.chunked_linear import logs
+from heedful.kernels.chunked_linear import chunks
 from heedful.kernels.chunked_linear.groups import LEAST
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(LEAST[torch.float32])
-FAINT = tl.constexpr(logs.FAINT[torch.float32])
+FAINT = tl.constexpr(chunks.FAINT[torch.float32])
 
 if triton.knobs.runtime.interpret:
 

@@ -229,14 +229,17 @@ def uncompiled(function: Function) -> Function:
     `torch.compiler.disable` does the same but imports the compiler: 140 MiB, and half of heedful's import time.
     """
 
-    @wraps(function)
-    def call(*args, **kwargs):
-        return function(*args, **kwargs)
+    call: Callable[..., Any] = function
+    if hasattr(function, "__wrapped__"):  # its code is that of a decorator, which other functions share
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            return function(*args, **kwargs)
 
     try:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(call.__code__, skip)  # type: ignore[attr-defined]
+        frames.set_code_exec_strategy(call.__code__, skip)
     except (AttributeError, TypeError):  # another version of torch
         return torch.compiler.disable(function)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]

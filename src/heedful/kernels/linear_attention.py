@@ -33,7 +33,7 @@ Arguments = tuple[list[Tensor], dict[str, Any]]
 """Tensors and options of a kernel."""
 Output = tuple[Tensor, LinearState | None]
 """A V, and the state after the last token where it was asked for."""
-_decays = WeakIdKeyDictionary()
+_decays, _logs = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
 
 class LinearOptions(NamedTuple):
@@ -75,14 +75,20 @@ class LinearCall:
 
     @cached_property
     def batch(self) -> torch.Size:
-        return broadcast_shapes(self.q.shape[:-2], self.k.shape[:-2], self.v.shape[:-2])
+        q, k, v = self.q.shape[:-2], self.k.shape[:-2], self.v.shape[:-2]
+        return q if q == k == v else broadcast_shapes(q, k, v)
 
     @cached_property
     def logs(self) -> LinearLogs | None:
-        """Logarithms of features that are linear in a token."""
+        """Logarithms of features that are linear in a token, cached until the feature map changes."""
         phi = self.options.feature_map
+        if not isinstance(phi, LogFeatureMap):
+            return None
         with as_given(self.q):
-            return phi.linear_logs() if isinstance(phi, LogFeatureMap) else None
+            if phi.logs_depend_on is None:
+                return phi.linear_logs()
+            key = type(phi), *(getattr(phi, name) for name in phi.logs_depend_on)
+            return cached(_logs, (*phi.buffers(),), key, phi.linear_logs)
 
     def kind(self) -> tuple | None:
         """What the choice of a backend and its launches depend on; None where values matter or no kernel has the map.

@@ -31,8 +31,7 @@ from heedful import linalg
 from heedful.column_slabs import Pages, Trimmed
 from heedful.kernels.row_statistics.sums import Request
 from heedful.measures.gpu_sketch import LaunchedSketch
-from heedful.measures.stopping import BLOCK, Goal, Profile
-from heedful.measures.tail import spread
+from heedful.measures.profile import BLOCK, Goal, Profile, spread
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
 

@@ -22,9 +22,9 @@ from math import ceil
 import torch
 
 from heedful.linalg import Matrices
+from heedful.measures.profile import FirstValue, Goal, Profile, RankInterval, ShareInterval, TopValues, WholeSpectrum
 from heedful.measures.render import Measurement, altair, bars
 from heedful.measures.search import DEFAULT, HELD, SearchOptions, measure, squared_row_norms, with_old_keywords
-from heedful.measures.stopping import FirstValue, Goal, Profile, RankInterval, ShareInterval, TopValues, WholeSpectrum
 from heedful.operator import AttentionOperator
 from heedful.shapes import Bool, Float, Int, Tensor
 

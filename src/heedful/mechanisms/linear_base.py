@@ -16,7 +16,7 @@ import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, Stage
 from heedful.feature_maps import FeatureMap, LogFeatureMap
-from heedful.kernels.chunked_linear.groups import CHUNK
+from heedful.kernels.chunked_linear.chunks import CHUNK
 from heedful.kernels.dispatch import Kernel, as_given
 from heedful.kernels.linear_attention import LinearCall, LinearOptions, linear_attention
 from heedful.kernels.linear_step import linear_step

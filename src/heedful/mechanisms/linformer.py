@@ -20,9 +20,9 @@ from torch import nn
 from heedful.constants import rounded_anew
 from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.blocked.reference import blocked_adjoint
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, differ_by_head, of_head, per_segment, resolve, take_tokens
 from heedful.shapes import Float, Tensor, broadcast_shapes

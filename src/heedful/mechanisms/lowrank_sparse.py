@@ -25,7 +25,7 @@ import torch
 from heedful.core import Cost, Dims, RecurrentMechanism, Stage, softmax_stages
 from heedful.feature_maps import LogFeatureMap
 from heedful.kernels.chunked_linear import attend_to_logs
-from heedful.kernels.chunked_linear.groups import CHUNK
+from heedful.kernels.chunked_linear.chunks import CHUNK
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.partial import join, partial_softmax
 from heedful.kernels.partial.delayed import far_parts, kernel_inputs, old_keys, part_of_state

@@ -16,10 +16,10 @@ import torch
 
 from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
 from heedful.kernels.blocked.reference import blocked_adjoint
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.iterated_inverse import inverse_products, inverse_times, iterated_inverse
 from heedful.kernels.softmax import softmax
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import nothing_seen, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from heedful.core import Cost, Dims, Mechanism, Stage, softmax_stages
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given
 from heedful.kernels.softmax import softmax
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Segments, differ_by_head, nothing_seen, of_head, per_segment
 from heedful.shapes import Float, Tensor, broadcast_shapes

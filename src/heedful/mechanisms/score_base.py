@@ -14,8 +14,8 @@ import torch
 
 from heedful.core import Cost, Dims, RecurrentMechanism, softmax_stages
 from heedful.kernels.blocked import reference
-from heedful.kernels.blocked.reference import RowFunction, blocked_matrix
-from heedful.kernels.blocked.tiles import Keys, Mask, Tile
+from heedful.kernels.blocked.reference import blocked_matrix
+from heedful.kernels.blocked.tiles import Keys, Mask, RowFunction, Tile
 from heedful.kernels.dispatch import Backend, Kernel, as_given
 from heedful.kernels.row_statistics import row_statistics
 from heedful.operator import Products

@@ -16,9 +16,9 @@ from functools import cache
 import torch
 from torch import nn
 
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given, asked_for
 from heedful.kernels.softmax import softmax, softmax_adjoint, softmax_products
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.mechanisms.score_base import ScoreBase
 from heedful.operator import Products
 from heedful.patterns import Causal, Pattern

@@ -18,11 +18,9 @@ from math import log, sqrt
 from typing import Literal
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from heedful.constants import rounded_anew
 from heedful.feature_maps import LinearLogs, LogFeatureMap
-from heedful.kernels.tensor_cache import cached
 from heedful.random_features.fits import Moments, fit_aderf, fit_gerf, fit_saderf, fit_sderf
 from heedful.random_features.maps import RandomFeatures
 from heedful.shapes import Float, Tensor
@@ -38,6 +36,8 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
 
     hyperbolic=True uses each ω with both signs: 2m features, and ½(1 − e^{−‖x+y‖²}) times the variance.
     """
+
+    logs_depend_on = ("scale", "hyperbolic")
 
     def __init__(
         self,
@@ -61,13 +61,10 @@ class FavorPlus(RandomFeatures, LogFeatureMap):
         return score.add_((x.square().sum(-1, keepdim=True) + log(score.shape[-1])) / -2)
 
     def linear_logs(self):
-        def make():
-            W = _by_head(self.projection.rows().mT * sqrt(self.scale), 3)
-            if self.hyperbolic:
-                W = torch.cat([W, -W], -1)
-            return LinearLogs(W, W, torch.full_like(W[:, 0], -log(W.shape[-1]) / 2), self.scale)
-
-        return cached(LOGS, (*self.buffers(),), (self.scale, self.hyperbolic), make)
+        W = _by_head(self.projection.rows().mT * sqrt(self.scale), 3)
+        if self.hyperbolic:
+            W = torch.cat([W, -W], -1)
+        return LinearLogs(W, W, torch.full_like(W[:, 0], -log(W.shape[-1]) / 2), self.scale)
 
     def dim(self, d):
         return self.features * (2 if self.hyperbolic else 1)
@@ -89,6 +86,8 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
     """
 
     A: Tensor
+
+    logs_depend_on = ("scale",)
 
     def __init__(
         self,
@@ -121,12 +120,9 @@ class FavorPlusPlus(RandomFeatures, LogFeatureMap):
         return _log_features(self, self.scaled(x), self.A)
 
     def linear_logs(self):
-        def make():
-            W, own = _rows_and_own(self, self.A, torch.float32)
-            W = _by_head(W.mT * sqrt(self.scale), 3)
-            return LinearLogs(W, W, _by_head(own, 2), self.scale)
-
-        return cached(LOGS, (*self.buffers(),), self.scale, make)
+        W, own = _rows_and_own(self, self.A, torch.float32)
+        W = _by_head(W.mT * sqrt(self.scale), 3)
+        return LinearLogs(W, W, _by_head(own, 2), self.scale)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, A={_in_short(self.A)}"
@@ -150,6 +146,8 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
     A: Tensor
     query_axes: Tensor
     key_axes: Tensor
+
+    logs_depend_on = ("scale",)
 
     def __init__(
         self,
@@ -189,22 +187,16 @@ class FavorSharp(RandomFeatures, LogFeatureMap):
         return _log_features(self, x @ self.key_axes.to(x.dtype).mT, self.A)
 
     def linear_logs(self):
-        def make():
-            W, own = _rows_and_own(self, self.A, torch.float32)
-            axes = [x.float() * sqrt(self.scale) for x in (self.query_axes, self.key_axes)]
-            Wq, Wk = (_by_head((W @ x).mT, 3) for x in axes)
-            return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, axes[1])
-
-        return cached(LOGS, (*self.buffers(),), self.scale, make)
+        W, own = _rows_and_own(self, self.A, torch.float32)
+        axes = [x.float() * sqrt(self.scale) for x in (self.query_axes, self.key_axes)]
+        Wq, Wk = (_by_head((W @ x).mT, 3) for x in axes)
+        return LinearLogs(Wq, Wk, _by_head(own, 2), 0.0, axes[1])
 
     def extra_repr(self):
         return f"{super().extra_repr()}, kind={self.kind!r}, A={_in_short(self.A)}"
 
 
 FITS = {"sderf": fit_sderf, "aderf": fit_aderf, "saderf": fit_saderf}
-
-
-LOGS = WeakIdKeyDictionary()
 
 
 def _by_head(x: Tensor, axes: int) -> Tensor:

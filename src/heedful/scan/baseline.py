@@ -26,9 +26,9 @@ import torch
 
 from heedful.hf.calls import Call
 from heedful.measures import effective_rank, energy_share, head_measures
+from heedful.measures.profile import BLOCK
 from heedful.measures.rows import over_rows
 from heedful.measures.search import SearchOptions, block_of
-from heedful.measures.stopping import BLOCK
 from heedful.mechanisms.softmax import Softmax
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve

@@ -39,9 +39,9 @@ from heedful.measures import (
 )
 from heedful.measures.heads import Room, matrix_of
 from heedful.measures.positions import Asked, PositionalPattern, pattern_of
+from heedful.measures.profile import BLOCK
 from heedful.measures.rows import check_sums, over_rows
 from heedful.measures.search import FORMED, SearchOptions, block_of, pays_to_form
-from heedful.measures.stopping import BLOCK
 from heedful.operator import AttentionOperator
 from heedful.scan.baseline import BUDGET, Baselines, RandomHead, logit_spreads
 from heedful.segments import Layout, visible

@@ -11,43 +11,21 @@ float32 tile by tile, so scores and weights are never rounded to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked.tiles import Keys, Tile, pick, size_on, tiles, with_axes
+from heedful.kernels.blocked.schedule import cached_tiles, tiles
+from heedful.kernels.blocked.tiles import Keys, RowFunction, Tile, pick, size_on, with_axes
 from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve
 from heedful.shapes import Float, Tensor, broadcast_shapes
-
-
-class RowFunction(Protocol):
-    """Weights from scores, row by row."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Added to the scores where it is given; broadcasts to (*batch, n, m) and receives a gradient."""
-        ...
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Small tensors that receive a gradient."""
-        ...
-
-    def weights(self, scores: Tensor, tile: Tile, bias: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
-        """(…, r, c) from (…, r, c); may overwrite the scores when no gradient is recorded."""
-        ...
-
-    def pull_back(self, weights: Tensor, grad: Tensor, dot: Tensor) -> Tensor | None:
-        """The gradient in the scores from that in the weights, or None to have autograd find it.
-
-        May overwrite grad. `dot` is Σ_j weights_j grad_j, which equals dO·O.
-        """
-        ...
 
 
 @uncompiled
@@ -92,7 +70,6 @@ def blocked_adjoint(
 
 
 @uncompiled
-@torch.no_grad()
 def blocked_matrix(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],
@@ -102,13 +79,14 @@ def blocked_matrix(
     scale: float,
 ) -> Float[Tensor, "*b n m"]:
     """A itself, tile by tile: one pass over the weights that the pattern allows. (Call it under `as_given`.)"""
-    (q,), (k,) = without_padding(segments, (q,), (k,))
-    work = Work(q, k, k[..., :1], rows.bias, pattern, segments, scale)
-    out = work.zeros(work.n, work.m)
-    for tile in work.tiles():
-        weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
-        put_tile(out, tile, weights)
-    return out.to(q.dtype)
+    with torch.no_grad():
+        (q,), (k,) = without_padding(segments, (q,), (k,))
+        work = Work(q, k, k[..., :1], rows.bias, pattern, segments, scale)
+        out = work.zeros(work.n, work.m)
+        for tile in work.tiles():
+            weights = rows.weights(work.scores(tile), tile, work.bias_of(tile), rows.parameters)
+            put_tile(out, tile, weights)
+        return out.to(q.dtype)
 
 
 def put_tile(out: Float[Tensor, "*b n m"], tile: Tile, weights: Tensor) -> None:
@@ -137,7 +115,9 @@ class Work:
     """The inputs with equal numbers of batch axes, cut into tiles in the precision of the computation."""
 
     def __init__(self, q, k, v, bias, pattern, segments, scale, scratch: dict[str, Any] | None = None):
-        self.batch = broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = q.shape[:-2]
+        alike = batch == k.shape[:-2] == v.shape[:-2]
+        self.batch = batch if alike else broadcast_shapes(batch, k.shape[:-2], v.shape[:-2])
         self.q, self.k, self.v = self.inputs = tuple(with_axes(x, len(self.batch), 2) for x in (q, k, v))
         self.bias = None if bias is None else with_axes(bias, len(self.batch), 2)
         self.n, self.m = q.shape[-2], k.shape[-2]
@@ -160,11 +140,16 @@ class Work:
 
     def product(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """x @ y, in a buffer."""
-        batch = broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        batch = x.shape[:-2] if x.shape[:-2] == y.shape[:-2] else broadcast_shapes(x.shape[:-2], y.shape[:-2])
         return torch.matmul(x, y, out=self.buffer(name, *batch, x.shape[-2], y.shape[-1]))
 
-    def tiles(self):
-        return tiles(self.pattern, self.batch, self.n, self.m, self.segments, self.q.device)
+    def tiles(self) -> Iterable[Tile]:
+        device, size = self.q.device, size_on(self.q.device)
+        kept = None
+        if self.segments is None and device.type == "cpu" and type(self.q) in (Tensor, nn.Parameter):
+            with suppress(TypeError):  # a pattern without a hash
+                kept = cached_tiles(self.pattern, self.batch, self.n, self.m, size)
+        return tiles(self.pattern, self.batch, self.n, self.m, self.segments, device) if kept is None else kept
 
     def zeros(self, *tail: int) -> Tensor:
         return self.q.new_zeros(*self.batch, *tail, dtype=self.dtype)

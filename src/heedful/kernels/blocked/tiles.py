@@ -1,31 +1,30 @@
-"""Which parts of the score matrix to visit.
+"""Tiles of the score matrix, and row functions: what turns the scores of a tile into weights.
 
-A tile is a block of queries with *all* the keys that any of them may see, gathered together. So a row function
-sees whole rows (no running maximum, no second pass), and work follows the pattern: a block of b queries under a
-window of w visits b·(b + w) scores, whatever the length.
+A tile is a block of queries with *all* the keys that any of them may see, gathered together. So a row function sees
+whole rows: no running maximum, no second pass. `schedule` says which tiles a pattern has.
 
-A block of queries is halved while that saves enough of its work (a single global token must not make its
-neighbours dense), and a tile never holds more scores than its device is given, so memory does not depend on the length.
+    softmax     p = exp(s − lse),  s = cap · tanh(x / cap) + bias,  lse = log(Σ_visible exp(s) + exp(sink))
+    pull back   ds = p ∘ (dp − dO·O)         (the sink takes part of the mass but has no value)
+
+A temperature needs no code: it divides scale, cap, bias and sink alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from math import inf, prod
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from heedful.patterns import Full, Pattern, Span
-from heedful.segments import Layout, Segments, resolve
+from heedful.patterns import Pattern, Span
 from heedful.shapes import Bool, Float, Int, Tensor
 
 FEWEST = 16  # fewer queries than this are not worth a call of their own
-WORTH = 0.7  # halve a block of queries when the halves need less than this share of its work
 ROWS = 128  # queries in a tile: enough for the matrix unit, few enough that a window's corners cost little
 VECTOR = 16  # numbers that a CPU handles at once: where slices begin and end elsewhere, they take up to twice as long
 BUDGET = 1 << 21  # scores in a tile: 8 MiB in float32
@@ -58,7 +57,7 @@ class Mask:
 
     @cached_property
     def penalty(self) -> Float[Tensor, "*s r c"]:
-        return torch.where(self.visible, 0.0, -inf)
+        return torch.where(self.visible, 0.0, -inf).float()
 
     @cached_property
     def blind(self) -> Bool[Tensor, "*s r 1"] | None:
@@ -69,6 +68,10 @@ class Mask:
     @cached_property
     def count(self) -> Int[Tensor, "*s r 1"]:
         return self.visible.sum(-1, keepdim=True)
+
+    def complete(self) -> None:
+        """Make every form now, for a mask that later calls use again."""
+        _ = self.hidden, self.penalty, self.blind, self.count
 
 
 class Keys:
@@ -172,66 +175,6 @@ class Tile:
         return len(self.cols) if self.mask is None else (self.mask.count + self.clear).clamp(min=1)
 
 
-def tiles(
-    pattern: Pattern, batch: tuple[int, ...], n: int, m: int, segments: Segments | None, device: torch.device
-) -> Iterator[Tile]:
-    """Tiles that together hold every allowed pair, each pair once. Queries that see no key may be in no tile."""
-    if segments is None:
-        return _pattern_tiles(pattern, batch, n, m, device)
-    layout = Layout(*(with_axes(x, len(batch), 1) for x in resolve(segments, n, m, device)))
-    if 0 < prod(batch) * n * m <= size_on(device).scores:
-        return iter([_everything(pattern, layout)])
-    return _segment_tiles(pattern, batch, layout, size_on(device))
-
-
-def _pattern_tiles(pattern: Pattern, batch: tuple[int, ...], n: int, m: int, device: torch.device) -> Iterator[Tile]:
-    """Without segments: blocks of queries with the intervals of keys that the pattern gives them."""
-    queries, keys = torch.arange(m - n, m, device=device), torch.arange(m, device=device)
-    most, last = size_on(device), _LastMask()
-    for lo, hi, cols in _blocks(pattern, n, m, most):
-        j = keys[cols.index if cols.interval is None else slice(*cols.interval)]
-        for rows, index in _parts(lo, hi, cols, batch, most):
-            i = queries[rows, None]
-            mask, clear = last(pattern, rows.start + m - n, cols, i, j)
-            for at in index:
-                yield Tile(at, rows, cols, i, j, mask, clear)
-
-
-def _segment_tiles(pattern: Pattern, batch: tuple[int, ...], layout: Layout, most: Size) -> Iterator[Tile]:
-    """Row of ids by row of ids: blocks of queries with the keys of their segments that the pattern may let them see."""
-    axes = max((axis + 1 for x in layout for axis in range(len(batch)) if x.shape[axis] > 1), default=0)
-    for outer in product(*(range(size) for size in batch[:axes])):
-        ids = Layout(*(pick(x, outer).reshape(-1) for x in layout))
-        for lo, hi, cols in _segment_blocks(pattern, ids, most.rows):
-            j = ids.key_positions[cols.index if cols.interval is None else slice(*cols.interval)]
-            for rows, index in _parts(lo, hi, cols, batch[axes:], most):
-                i = ids.query_positions[rows, None]
-                mask = _segment_mask(pattern, ids, rows, cols, i, j)
-                for at in index:
-                    yield Tile(outer + at, rows, cols, i, j, mask)
-
-
-def _parts(
-    lo: int, hi: int, cols: Keys, batch: tuple[int, ...], most: Size
-) -> Iterator[tuple[slice, list[tuple[int, ...]]]]:
-    """The queries of a block and the batch entries of each tile, so that no tile holds more scores than it may."""
-    axes = 0
-    while axes < len(batch) and prod(batch[axes:]) * (hi - lo) * len(cols) > most.scores:
-        axes += 1
-    index = list(product(*(range(size) for size in batch[:axes])))
-    step = min(hi - lo, max(1, most.scores // len(cols)))
-    for start in range(lo, hi, step):
-        yield slice(start, min(start + step, hi)), index
-
-
-def _everything(pattern: Pattern, layout: Layout) -> Tile:
-    """The whole of a small batch at once: a loop over its sequences would take longer than the work."""
-    i, j = layout.query_positions[..., None], layout.key_positions[..., None, :]
-    here = layout.query_ids[..., None]
-    mask = Mask(pattern.allows(i, j) & (here == layout.key_ids[..., None, :]) & (here >= 0))
-    return Tile((), slice(None), Keys([(0, layout.key_ids.shape[-1])]), i, j, mask)
-
-
 def with_axes(x: Tensor, axes: int, tail: int) -> Tensor:
     """x with exactly `axes` batch axes in front of its last `tail` ones, new ones of size 1."""
     return x.reshape((1,) * (axes + tail - x.ndim) + x.shape)
@@ -242,80 +185,112 @@ def pick(x: Tensor, index: tuple[int, ...]) -> Tensor:
     return x[tuple(at if x.shape[axis] > 1 else 0 for axis, at in enumerate(index))] if index else x
 
 
-class _LastMask:
-    """Tiles that are shifts of each other share one mask; only the last is kept, so memory does not grow."""
+class RowFunction(Protocol):
+    """Weights from scores, row by row."""
 
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] | None = None
-        self.mask: Mask | None = None
+    @property
+    def bias(self) -> Tensor | None:
+        """Added to the scores where it is given; broadcasts to (*batch, n, m) and receives a gradient."""
+        ...
 
-    def __call__(self, pattern: Pattern, first: int, cols: Keys, i: Tensor, j: Tensor) -> tuple[Mask | None, int]:
-        """The mask of a tile, and how many keys lie before those that it is about.
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Small tensors that receive a gradient."""
+        ...
 
-        first   the position of its first query, which a GPU need not be asked for
+    def weights(self, scores: Tensor, tile: Tile, bias: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
+        """(…, r, c) from (…, r, c); may overwrite the scores when no gradient is recorded."""
+        ...
+
+    def pull_back(self, weights: Tensor, grad: Tensor, dot: Tensor) -> Tensor | None:
+        """The gradient in the scores from that in the weights, or None to have autograd find it.
+
+        May overwrite grad. `dot` is Σ_j weights_j grad_j, which equals dO·O.
         """
-        if isinstance(pattern, Full):
-            return None, 0
-        clear = cols.before(pattern.clear_until(first))
-        clear -= clear % VECTOR
-        shape = len(i), len(j) - clear, first - cols.last
-        repeats = pattern.repeats_from is not None and first >= pattern.repeats_from
-        if not repeats or shape != self.shape:
-            self.mask = Mask(pattern.allows(i, j[clear:]))
-            self.shape = shape if repeats else None
-        return self.mask, clear
+        ...
 
 
-def _segment_mask(pattern: Pattern, ids: Layout, rows: slice, cols: Keys, i, j) -> Mask:
-    here = ids.query_ids[rows, None]
-    return Mask(pattern.allows(i, j) & (here == ids.key_ids[cols.index]) & (here >= 0))
+@dataclass(frozen=True)
+class SoftmaxRows:
+    """Weights that are positive and sum to one over the visible keys (and the sink, where there is one)."""
+
+    bias: Tensor | None = None
+    bias_function: Callable[[Tensor, Tensor], Tensor] | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    temperature: float = 1.0
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        module = self.bias_function
+        learned = tuple(module.parameters()) if isinstance(module, nn.Module) else ()
+        return (*([] if self.sink is None else [self.sink]), *learned)
+
+    def weights(self, scores, tile: Tile, bias, parameters):
+        scores = self.logits(scores, tile, bias, parameters)
+        if self.sink is not None:
+            sink = self.sink_of(tile, scores, parameters)
+            scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+            return scores.softmax(-1)[..., :-1]
+        dead = self._dead_rows(scores, tile, bias)
+        if dead is None:
+            in_place = not scores.requires_grad and scores.device.type == "cpu"  # each row is read before it is written
+            return torch.softmax(scores, -1, out=scores) if in_place else scores.softmax(-1)
+        return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+
+    def logits(self, scores, tile: Tile, bias, parameters) -> Tensor:
+        """What the exponential is taken of: capped, biased, −∞ where hidden. May overwrite the scores, as `weights`."""
+        learned = parameters if self.sink is None else parameters[1:]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        if self.bias_function is not None:
+            extra = with_axes(_bias_at(self.bias_function, tile.i, tile.j, learned), _axes(scores, tile), 2)
+            scores = scores + pick(extra, tile.batch).to(scores.dtype) / self.temperature
+        return tile.lower(scores)
+
+    def sink_of(self, tile: Tile, scores: Tensor, parameters) -> Tensor:
+        """The sink's logit for the rows of a tile, (…, 1, 1)."""
+        sink = pick(with_axes(parameters[0], _axes(scores, tile), 0), tile.batch)
+        return sink[..., None, None].to(scores.dtype) / self.temperature
+
+    def _dead_rows(self, scores, tile: Tile, bias):
+        """Queries with nothing to attend to, which get zeros (softmax of -inf alone is NaN); None where none is."""
+        if bias is not None or self.bias_function is not None:
+            dead = scores.detach().amax(-1, keepdim=True) == -inf
+            return dead if dead.any() else None
+        return tile.blind
+
+    def pull_back(self, weights, grad, dot):
+        return None if self.softcap is not None else grad.sub_(dot).mul_(weights)
 
 
-def _blocks(pattern: Pattern, n: int, m: int, size: Size) -> Iterator[tuple[int, int, Keys]]:
-    """Blocks of queries [lo, hi) with the keys they may see, by the pattern's own intervals."""
-
-    def split(lo: int, hi: int, spans: list[Span]):
-        middle = (lo + hi) // 2
-        if hi - lo >= 2 * size.fewest:
-            first, second = (pattern.spans(a + m - n, b + m - n, m) for a, b in ((lo, middle), (middle, hi)))
-            halves = (middle - lo) * _size(first) + (hi - middle) * _size(second)
-            if halves < WORTH * (hi - lo) * _size(spans):
-                yield from split(lo, middle, first)
-                yield from split(middle, hi, second)
-                return
-        if spans:
-            yield lo, hi, Keys(_rounded(spans, m))
-
-    for lo in range(0, n, size.rows):
-        hi = min(lo + size.rows, n)
-        yield from split(lo, hi, pattern.spans(lo + m - n, hi + m - n, m))
+def kind(q, k, v, rows: SoftmaxRows, pattern: Pattern, segments, scale: float, *, memory=None) -> tuple | None:
+    """What the choice of a softmax backend depends on; None where it depends on values: of segments, or of a bias."""
+    if segments is not None or rows.bias is not None:
+        return None
+    sink = rows.sink
+    return (
+        *(q.shape, k.shape, v.shape, q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad),
+        *(pattern, scale > 0, rows.bias_function is None, rows.softcap is None, None if sink is None else sink.shape),
+    )
 
 
-def _segment_blocks(pattern: Pattern, ids: Layout, rows: int) -> Iterator[tuple[int, int, Keys]]:
-    """Blocks of queries with the keys of their segments that the pattern may let them see."""
-    n, longest = len(ids.query_ids), int(ids.key_positions.max()) + 1 if len(ids.key_ids) else 0
-    for lo in range(0, n, rows):
-        hi = min(lo + rows, n)
-        here = ids.query_ids[lo:hi]
-        where = ids.query_positions[lo:hi][here >= 0]
-        if not len(where):
-            continue
-        reach = torch.zeros(longest, dtype=torch.bool, device=here.device)
-        for start, stop in pattern.spans(int(where.min()), int(where.max()) + 1, longest):
-            reach[start:stop] = True
-        seen = torch.isin(ids.key_ids, here[here >= 0].unique()) & reach[ids.key_positions]
-        index = seen.nonzero().flatten()
-        if len(index):
-            first, last = int(index[0]), int(index[-1])
-            whole = last - first + 1 == len(index)
-            yield lo, hi, Keys([(first, last + 1)]) if whole else Keys(index=index)
+def _axes(scores: Tensor, tile: Tile) -> int:
+    """How many batch axes the whole work has."""
+    return scores.ndim - 2 + len(tile.batch)
 
 
-def _size(spans: list[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
-
-
-def _rounded(spans: list[Span], m: int) -> list[Span]:
-    """A few keys more, so that rows of a tile are whole vectors of the CPU: masked, they cost less than raggedness."""
-    start, stop = spans[-1]
-    return [*spans[:-1], (start, min(m, stop + -_size(spans) % VECTOR))]
+def _bias_at(function: Callable[[Tensor, Tensor], Tensor], i: Tensor, j: Tensor, learned) -> Tensor:
+    if isinstance(function, nn.Module):
+        names = [name for name, _ in function.named_parameters()]
+        return torch.func.functional_call(function, dict(zip(names, learned, strict=True)), (i, j))
+    with torch.enable_grad():
+        extra = function(i, j)
+    if extra.requires_grad:
+        raise TypeError(
+            "bias: a plain function returned a tensor that requires grad, and its gradient would be lost between "
+            "tiles. Make the function an nn.Module that owns its parameters."
+        )
+    return extra

@@ -2,7 +2,7 @@
 
 In Triton `exp` features are shifted: exp(q − max_r q) and exp(k − s) with s the running maximum of the keys so far in
 the segment. The change of s from token to token, s_{t−1} − s_t ≤ 0, is a log-decay, so nothing overflows and nothing
-looks ahead; the shift cancels between numerator and denominator. In torch each feature has its own scale (logs.py).
+looks ahead; the shift cancels between numerator and denominator. In torch each feature has its own scale (chunks.py).
 """
 
 from __future__ import annotations

@@ -7,20 +7,25 @@ as a value column would make products of odd width, a sixth slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from heedful.kernels.chunked_linear.chunks import (
+    Weights,
+    blocks_of,
+    chunk_states,
+    chunks_of,
+    cut,
+    groups_of,
+    in_rows,
+    put,
+    slabs,
+)
 from heedful.kernels.chunked_linear.features import LOG2E, exp_, features, pulled, turned
 from heedful.kernels.dispatch import as_given
 
-CHUNK = 32
-GROUP = 8 * CHUNK
-CACHED = 2**18
-"""Tokens a chunk; tokens of a head that are worked on at once, at least; numbers of a tensor that stay in the cache."""
 LEAST = {torch.float32: 2.0**-95, torch.float64: 2.0**-766}
 """A denominator below this, the 3/4 power of the least normal number, is nothing: gradients divide by it again."""
 
@@ -68,73 +73,6 @@ def _segment(q, k, v, S, z, scale, turns_q, turns_k, code, feature):
     return o if z is not None else o * top.exp()[..., None], S, z, most
 
 
-def groups_of(x: Tensor, r: int | None = None) -> list[tuple[int, int, int]]:
-    """(first token, end, tokens a chunk) of what is worked on at once: whole chunks, then what remains.
-
-    r is the number of features where it is not the width of x.
-    """
-    n = x.shape[1]
-    whole, size = n // CHUNK * CHUNK, _group(x, r)
-    groups = [(a, min(a + size, whole), CHUNK) for a in range(0, whole, size)]
-    return groups if n == whole else [*groups, (whole, n, n - whole)]
-
-
-def slabs(*tensors: Tensor | None, r: int | None = None) -> Iterator[list]:
-    """Of tensors (rows, …): the rows that walk together."""
-    first = tensors[0]
-    assert first is not None
-    size = max(1, _at_once(first, r) // GROUP)
-    for a in range(0, len(first), size):
-        yield [None if t is None else t[a : a + size] for t in tensors]
-
-
-def _at_once(x: Tensor, r: int | None) -> int:
-    """Tokens of all rows together; it takes many more to keep a GPU busy."""
-    return CACHED // max(1, x.shape[-1] if r is None else r) * (1 if x.device.type == "cpu" else 64)
-
-
-def _group(x: Tensor, r: int | None) -> int:
-    """Tokens of each row."""
-    return max(GROUP, _at_once(x, r) // max(1, len(x)) // CHUNK * CHUNK)
-
-
-def chunks_of(t: Tensor, a: int, z: int, c: int) -> Tensor:
-    """(rows, n, ·) → (chunks, rows, c, ·), a view: the chunks of [a, z) one after the other, each of all rows."""
-    return t[:, a:z].unflatten(1, (-1, c)).transpose(0, 1)
-
-
-def cut(t: Tensor, a: int, z: int, c: int) -> Tensor:
-    """(rows, n, ·) → (chunks · rows, c, ·), side by side in memory."""
-    return chunks_of(t, a, z, c).flatten(0, 1)
-
-
-def put(t: Tensor, a: int, z: int, c: int, chunks: Tensor, times: Tensor | None = None) -> None:
-    """The way back, multiplied on it."""
-    there, chunks = chunks_of(t, a, z, c), chunks.unflatten(0, (-1, len(t)))
-    if times is None:
-        there.copy_(chunks)
-    else:
-        torch.mul(chunks, times.unflatten(0, (-1, len(t))), out=there)
-
-
-def blocks_of(*tensors: Tensor | None, r: int | None = None) -> Iterator[list]:
-    """Of tensors (rows, n, ·): a group of tokens at a time."""
-    first = tensors[0]
-    assert first is not None
-    size = _group(first, r)
-    for a in range(0, first.shape[1], size):
-        yield [None if t is None else t[:, a : a + size] for t in tensors]
-
-
-class Weights(NamedTuple):
-    """Of each chunk, see the head of reference.py."""
-
-    W: Any
-    into: Any
-    leave: Any
-    keep: Any
-
-
 def _weights(decay: Tensor | None, run: Tensor | None, a: int, z: int, c: int) -> Weights | None:
     """From decay and run (rows, n); None where every weight is 1."""
     if decay is None and run is None:
@@ -158,26 +96,6 @@ def _weights(decay: Tensor | None, run: Tensor | None, a: int, z: int, c: int) -
         into, leave = into * (here == before)[..., None], leave * (here == last)[..., None]
         keep = keep * (before == last)[..., None]
     return Weights(W, into, leave, keep)
-
-
-def chunk_states(
-    S: Tensor, y: Tensor, u: Tensor | None, w: Weights | None, *, back: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The state that each chunk meets, S being the first, and the one after all: a chunk adds yᵀu, or Σ y without u.
-
-    Backwards the last chunk comes first.
-    """
-    chunks = len(y) // len(S)
-    S_ = S.new_empty(chunks + 1, *S.shape)
-    S_[-1 if back else 0] = S
-    added = (S_[:-1] if back else S_[1:]).flatten(0, 1)
-    _ = torch.sum(y, -2, keepdim=True, out=added) if u is None else torch.bmm(y.mT, u, out=added)
-    keep = [None] * chunks if w is None else w.keep.unflatten(0, (chunks, -1)).unbind()
-    steps = [*zip(pairwise(S_.unbind()), keep, strict=True)]
-    for (one, next_), kept in reversed(steps) if back else steps:
-        old, new = (next_, one) if back else (one, next_)
-        _ = new.add_(old) if kept is None else new.addcmul_(old, kept)
-    return (S_[1:] if back else S_[:-1]).flatten(0, 1), S_[0 if back else -1]
 
 
 def _masked(P: Tensor, w: Weights | None) -> Tensor:
@@ -278,16 +196,6 @@ def _cut_features(t, turns, real, at, feature, dtype):
 def inverse_of(below: Tensor) -> Tensor:
     """1 over it, zero where it is nothing."""
     return torch.where(below.abs() >= LEAST[below.dtype], below.reciprocal(), 0.0)
-
-
-def repeat(x, heads):
-    """Each key head once for every query head that uses it, as a view where nothing has to be repeated."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def in_rows(B, H, *tensors):
-    """(B, H, …) → (B·H, …)"""
-    return [None if t is None else t.expand(B, H, *t.shape[2:]).flatten(0, 1) for t in tensors]
 
 
 def _tokens(code, shift_q, shift_k):

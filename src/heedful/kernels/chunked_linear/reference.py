@@ -19,9 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heedful.kernels.chunked_linear.chunks import LOWEST, repeat
 from heedful.kernels.chunked_linear.features import LinearState, runs, token_decay, turns_of
-from heedful.kernels.chunked_linear.groups import Causal, full, repeat
-from heedful.kernels.chunked_linear.logs import LOWEST, CausalLogs
+from heedful.kernels.chunked_linear.groups import Causal, full
+from heedful.kernels.chunked_linear.logs import CausalLogs
 from heedful.kernels.dispatch import uncompiled
 
 FEATURES = ("identity", "elu1", "relu", "exp")

@@ -1,7 +1,7 @@
 """Random feature attention on a CPU, the features made group by group: nothing of size n·r in memory.
 
     logarithms  a = q Wq + c,   b = k Wk + c + length,   to base 2
-    causal      the walk of chunked_linear/logs.py: a scale s_r for each feature, the largest key so far
+    causal      the walk of chunked_linear/chunks.py: a scale s_r for each feature, the largest key so far
     full        x = 2^(a + s − max_r),  y = 2^(b − s):  s_r the largest key so far, block by block; the sums are scaled
                 down where it grows. The normaliser is ≥ 1: the largest a_ir + b_jr is in it as 2^0
     gradients   features are made again; dlog = φ ∘ dφ, dq = dlog Wqᵀ, dk = dlog Wkᵀ, dlength = Σ_r dlog
@@ -14,20 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heedful.kernels.chunked_linear import logs
-from heedful.kernels.chunked_linear.features import LOG2E
-from heedful.kernels.chunked_linear.groups import (
+from heedful.kernels.chunked_linear.chunks import (
+    LOWEST,
+    backward_from_logs,
     blocks_of,
     cut,
+    forward_from_logs,
     groups_of,
     in_rows,
-    inverse_of,
     put,
     repeat,
     slabs,
-    upstream,
+    upstream_of_logs,
 )
-from heedful.kernels.chunked_linear.logs import LOWEST
+from heedful.kernels.chunked_linear.features import LOG2E
+from heedful.kernels.chunked_linear.groups import inverse_of, upstream
 from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.random_features import reference
 
@@ -140,7 +141,7 @@ class _Causal(torch.autograd.Function):
             for at in groups_of(q, r):
                 if any(ctx.needs_input_grad):
                     met.append((S, z, scale))
-                here, inverses, _, (S, z, scale) = logs.forward_group(made, at, cut(v, *at), (S, z, scale))
+                here, inverses, _, (S, z, scale) = forward_from_logs(made, at, cut(v, *at), (S, z, scale))
                 put(o, *at, here)
                 put(over, *at, inverses)
             ctx.met.append(met)
@@ -159,8 +160,8 @@ class _Causal(torch.autograd.Function):
                 made = _Made(q, k, length, maps)
                 R, t = v.new_zeros(len(q), r, v.shape[-1]), v.new_zeros(len(q), 1, r)
                 for at, state in zip(reversed(groups_of(q, r)), reversed(met), strict=True):
-                    above = logs.upstream(cut(do, *at), None, cut(o, *at), cut(over, *at))
-                    da, db, dvs, R, t = logs.backward_group(made, at, cut(v, *at), above, state, R, t)
+                    above = upstream_of_logs(cut(do, *at), None, cut(o, *at), cut(over, *at))
+                    da, db, dvs, R, t = backward_from_logs(made, at, cut(v, *at), above, state, R, t)
                     put(dq, *at, maps[0].pulled(da)[0])
                     for target, grad in zip((dk, dl), maps[1].pulled(db), strict=True):
                         put(target, *at, grad)

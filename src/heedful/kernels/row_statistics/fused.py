@@ -16,11 +16,11 @@ from math import inf, log
 
 import torch
 
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.row_statistics.sums import Request, RowSums, with_sink
 from heedful.kernels.softmax import fused, launches
 from heedful.kernels.softmax.reach import Intervals, Reach, inside, intervals
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes

@@ -18,12 +18,11 @@ from weakref import ref
 
 import torch
 
-from heedful.kernels.blocked.reference import RowFunction, Work
-from heedful.kernels.blocked.tiles import Keys, Mask, Tile, pick, size_on, with_axes
+from heedful.kernels.blocked.reference import Work
+from heedful.kernels.blocked.tiles import Keys, Mask, RowFunction, SoftmaxRows, Tile, pick, size_on, with_axes
 from heedful.kernels.dispatch import uncompiled
 from heedful.kernels.row_statistics.block import Block, largest, sums_of
 from heedful.kernels.row_statistics.sums import Receiver, Request, RowSums, with_sink
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Full, Pattern
 from heedful.segments import Layout, Segments, resolve
 from heedful.shapes import Bool, Float, Tensor, broadcast_shapes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from heedful.kernels.blocked.reference import RowFunction
+from heedful.kernels.blocked.tiles import RowFunction
 from heedful.kernels.dispatch import Kernel
 from heedful.kernels.row_statistics.sums import Band, Request, RowSums
 from heedful.kernels.softmax.recognise import StridedKeys, about_classes, recognise

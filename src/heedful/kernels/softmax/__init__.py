@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from heedful.kernels.blocked import reference
+from heedful.kernels.blocked.tiles import kind
 from heedful.kernels.dispatch import Backend, Kernel, triton_backend
 from heedful.kernels.softmax import sdpa
 from heedful.kernels.softmax.neighbours import reference as neighbours
 from heedful.kernels.softmax.recognise import about_classes, about_lists, about_merged
-from heedful.kernels.softmax.rows import kind
 from heedful.kernels.softmax.strided import classes, merged
 
 _flash = "heedful.kernels.softmax.strided.flash"

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given, on_device, uncompiled
 from heedful.kernels.parallel_compile import compile_both_passes
 from heedful.kernels.softmax import launches
 from heedful.kernels.softmax.launches import INTERPRETED, LOG2E, WIDEST, Job
 from heedful.kernels.softmax.lists import MOST_PAIRS, Lists, lists
 from heedful.kernels.softmax.reach import Intervals, Reach, are_runs, intervals
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Tensor, broadcast_shapes

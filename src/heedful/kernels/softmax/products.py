@@ -16,12 +16,12 @@ import torch
 import triton.language as tl
 
 from heedful.kernels import launching
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.launching import INTERPRETED, over, power
 from heedful.kernels.softmax import fused, launches, triton_products
 from heedful.kernels.softmax.launches import LOG2E, NARROWEST, PARTS, PROGRAMS, Config, aligned
 from heedful.kernels.softmax.reach import Intervals, Reach, intervals
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes

@@ -12,8 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from heedful.kernels.blocked.reference import RowFunction
-from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.blocked.tiles import RowFunction, SoftmaxRows
 from heedful.patterns import FAR, And, Causal, Full, Offsets, Or, Pattern, Tree, Window
 
 NARROW = 32  # the most keys of a window that are listed together with those of a tree

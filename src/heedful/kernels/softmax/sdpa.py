@@ -7,7 +7,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from heedful.kernels.softmax.rows import SoftmaxRows
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.patterns import Causal, Full, Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from heedful.kernels.blocked.reference import RowFunction
-from heedful.kernels.blocked.tiles import Keys, Mask, Tile
+from heedful.kernels.blocked.tiles import Keys, Mask, RowFunction, Tile
 from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.softmax.recognise import has_tree
 from heedful.patterns import And, Or, Pattern, Tree

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from heedful.kernels.blocked.reference import RowFunction
+from heedful.kernels.blocked.tiles import RowFunction, SoftmaxRows
 from heedful.kernels.dispatch import Kernel
 from heedful.kernels.softmax.recognise import StridedKeys, recognise
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments, resolve, take_tokens
 from heedful.shapes import Float, Int, Tensor

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import on_device, uncompiled
 from heedful.kernels.softmax import fused as softmax
 from heedful.kernels.softmax.recognise import StridedKeys, StridedWindow, recognise
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import FAR, Offsets, Pattern, Window
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes

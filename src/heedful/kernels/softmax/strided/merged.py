@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from heedful.kernels.blocked.tiles import SoftmaxRows
 from heedful.kernels.dispatch import as_given, uncompiled
 from heedful.kernels.softmax.recognise import StridedWindow, recognise
-from heedful.kernels.softmax.rows import SoftmaxRows
 from heedful.patterns import Pattern
 from heedful.segments import Segments
 from heedful.shapes import Float, Tensor, broadcast_shapes
