@@ -6,10 +6,10 @@ NEEDS = {
     "transformers": ["src/heedful/hf/*"],
     "tokenizers": ["src/heedful/studies/*"],
     "polars": [
-        "src/heedful/records.py",
+        "src/heedful/store/scans.py",
         "src/heedful/scan*",
         "src/heedful/report/[dpw]*",
-        "src/heedful/show/scanning.py",
+        "src/heedful/cli/scan_terminal.py",
     ],
 }
 

@@ -34,7 +34,7 @@ SOME = ("linear", "window", "current")
 
 
 def plan(path, **changes):
-    return replace(run.Plan(path, TINY, ("growth",), SOME, (32, 64), pace=QUICK), **changes)
+    return replace(run.BenchOptions(path, TINY, ("growth",), SOME, (32, 64), pace=QUICK), **changes)
 
 
 def widest(text):
@@ -216,7 +216,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     before = list(Log(path).records())
     some = tuple(dict.fromkeys(row["entry"] for row in before if row["entry"] in CATALOG)) or ("softmax",)
     setting = Setting(heads=1, d=8, threads=1)
-    after = run.run(run.Plan(tmp_path, setting, ("growth",), some, (32,), pace=QUICK))["growth"]
+    after = run.run(run.BenchOptions(tmp_path, setting, ("growth",), some, (32,), pace=QUICK))["growth"]
     assert all(row in after for row in before)  # dates too: they were not taken again
     assert len(after) >= len(before)
 

@@ -21,7 +21,7 @@ from heedful.theory.fingerprint import fingerprints_of
 from heedful.theory.judge import judge
 from heedful.theory.records import EXPECTED, controls, counts, differing
 from heedful.theory.registry import chapters_of, claims_of
-from heedful.theory.run import Plan
+from heedful.theory.run import TheoryOptions
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def wild(theory, tmp_path_factory):
     (theory.parent / "hang").touch()
     out = tmp_path_factory.mktemp("wild")
     told = []
-    plan = Plan(out, chapter="wild", jobs=2, limit=4.0, registry="toy_theory")
+    plan = TheoryOptions(out, chapter="wild", jobs=2, limit=4.0, registry="toy_theory")
     records = run.run(plan, lambda record, done, total: told.append((record["id"], done, total)))
     assert sorted(done for _, done, _ in told) == list(range(1, 8)) and {total for *_, total in told} == {7}
     return {record["id"]: record for record in records}, out
@@ -108,9 +108,9 @@ def test_a_run_that_was_killed_goes_on(tmp_path, monkeypatch):
     out = tmp_path / "out"
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom heedful.theory.run import Plan, run\n"
+        "import sys\nfrom pathlib import Path\nfrom heedful.theory.run import TheoryOptions, run\n"
         "if __name__ == '__main__':\n"
-        "    run(Plan(Path(sys.argv[1]), ids=('C1', 'quick', 'hang'), jobs=1, registry='toy_killed'))\n"
+        "    run(TheoryOptions(Path(sys.argv[1]), ids=('C1', 'quick', 'hang'), jobs=1, registry='toy_killed'))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = subprocess.Popen([sys.executable, script, out], env=environment)
@@ -130,10 +130,10 @@ def test_a_run_that_was_killed_goes_on(tmp_path, monkeypatch):
     (package.parent / "hang").unlink()
     before = toys.ran(package)
     with pytest.warns(Damaged, match="its last record is cut off"):
-        records = run.run(Plan(out, ids=("C1", "quick", "hang"), jobs=1, registry="toy_killed"))
+        records = run.run(TheoryOptions(out, ids=("C1", "quick", "hang"), jobs=1, registry="toy_killed"))
     assert [record["verdict"] for record in records] == ["HOLDS"] * 3
     assert toys.ran(package)[len(before) :] == ["hang", "hang"]  # its case and its control, and nothing else
-    assert run.run(Plan(out, ids=("C1", "quick", "hang"), jobs=1, registry="toy_killed")) == records
+    assert run.run(TheoryOptions(out, ids=("C1", "quick", "hang"), jobs=1, registry="toy_killed")) == records
     assert len(toys.ran(package)) == len(before) + 2
 
 
@@ -241,7 +241,7 @@ def test_what_agrees_with_a_first_reading():
     ],
 )
 def test_what_a_plan_selects(theory, tmp_path, plan, wanted):
-    assert [claim.id for claim in run.select(Plan(tmp_path, registry="toy_theory", **plan))] == wanted
+    assert [claim.id for claim in run.select(TheoryOptions(tmp_path, registry="toy_theory", **plan))] == wanted
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_a_plan_selects(theory, tmp_path, plan, wanted):
 )
 def test_a_name_that_there_is_not_is_told_with_those_near_to_it(theory, tmp_path, plan, said):
     with pytest.raises(ValueError) as mistake:
-        run.select(Plan(tmp_path, registry="toy_theory", **plan))
+        run.select(TheoryOptions(tmp_path, registry="toy_theory", **plan))
     assert said in str(mistake.value)
 
 
@@ -263,7 +263,7 @@ def test_a_finding_by_sources_that_changed_meanwhile_is_none(theory, tmp_path, m
     claim = claims_of("toy_theory")["C1"]
     found = Done("C1", ("another", judge(claim)))
     monkeypatch.setattr(run.Executor, "run", lambda self, make, items, in_order: iter([found]))
-    plan = Plan(tmp_path, ids=("C1",), registry="toy_theory")
+    plan = TheoryOptions(tmp_path, ids=("C1",), registry="toy_theory")
     (record,) = run.run(plan)
     assert record["verdict"] == "UNDECIDED" and record["because"].startswith("the sources changed")
     assert run.fresh(Log(tmp_path / "findings.jsonl"), fingerprints_of("toy_theory")) == {}

@@ -30,7 +30,7 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     toys.write(folder, "toy_command")
     sys.path.insert(0, str(folder))
-    runner.run(runner.Plan(folder / "out", chapter="calm", jobs=1, registry="toy_command"))
+    runner.run(runner.TheoryOptions(folder / "out", chapter="calm", jobs=1, registry="toy_command"))
     yield folder / "out"
     sys.path.remove(str(folder))
 

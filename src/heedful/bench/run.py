@@ -36,7 +36,7 @@ TABLES = ("peers", "growth", "memory")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchOptions:
     """What to measure.
 
     only     names of cases and catalogue entries; empty: all
@@ -84,7 +84,7 @@ def check_names(only: Sequence[str]) -> None:
             )
 
 
-def run(plan: Plan) -> dict[str, list[Row]]:
+def run(plan: BenchOptions) -> dict[str, list[Row]]:
     """Measure missing rows, and return the rows of all tables, including tables that were not requested."""
     check_names(plan.only)
     cases = [case for name, case in CASES.items() if not plan.only or name in plan.only]

@@ -74,7 +74,7 @@ def bench_command(
         if not torch.cuda.is_available():
             fail("--gpu: torch finds no GPU here. `heedful bench` without it measures the CPU.", code=1)
     sizes = tuple(sorted(set(n or [])))
-    plan = bench.Plan(out, setting, chosen, tuple(only or ()), sizes, fresh, Pace(budget=budget), runs)
+    plan = bench.BenchOptions(out, setting, chosen, tuple(only or ()), sizes, fresh, Pace(budget=budget), runs)
     with writing():
         rows = bench.run(plan)
         if plot is not None:

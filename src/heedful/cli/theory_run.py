@@ -59,7 +59,7 @@ def theory(
 ) -> Answer:
     """Run claims and write the book. Raises ValueError for an unknown claim, chapter, kind or language."""
     check_language(language)
-    plan = run.Plan(out, ids, chapter, kind, slow, jobs, fresh, limit or None, registry.REGISTRY)
+    plan = run.TheoryOptions(out, ids, chapter, kind, slow, jobs, fresh, limit or None, registry.REGISTRY)
     run.select(plan)  # raises for a wrong name before anything runs
     start = time.perf_counter()
     with theory_terminal.Progress() as progress:

@@ -87,7 +87,7 @@ def scan(
         run = Run.begin(folder, first.manifest, resume=resume)
         beside = None if second is None else Run.begin(folder / "against", second.manifest, resume=resume)
         others = None if second is None else second.readings
-        plan = _Plan(run, first.readings, others, lengths, options.precision, _done(run, beside))
+        plan = _Schedule(run, first.readings, others, lengths, options.precision, _done(run, beside))
         tick = _Tick(execution.progress, plan)
         worker = partial(Worker, first.probe, None if second is None else second.probe, first.task)
         # Only a local worker can report fractions of a unit. Workers in other processes need their own memory limit.
@@ -259,7 +259,7 @@ def _done(run: Run, other: Run | None) -> Callable[[Unit], bool]:
 class _Tick:
     """Reports progress in units, including the fraction done of the current unit."""
 
-    def __init__(self, tell: Progress | None, plan: _Plan):
+    def __init__(self, tell: Progress | None, plan: _Schedule):
         self.tell, self.total, self.done = tell, sum(1 for _ in plan.units()), plan.count_done()
 
     def __call__(self, part: float) -> None:
@@ -271,7 +271,7 @@ class _Tick:
         self(0.0)
 
 
-class _Plan:
+class _Schedule:
     """Which units are left to measure, and whether the results so far are precise enough."""
 
     def __init__(

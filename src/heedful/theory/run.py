@@ -1,6 +1,6 @@
 """Run all or some claims in parallel processes; a killed run keeps the findings that it has written.
 
-    plan = Plan(Path("runs/theory"), ids=("T11.23", "C11.9"))
+    plan = TheoryOptions(Path("runs/theory"), ids=("T11.23", "C11.9"))
     records = run(plan)
 
 A record is a claim and its outcome as plain data; `records.py` describes its fields.
@@ -31,7 +31,7 @@ Told = Callable[[Record, int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TheoryOptions:
     """What to run.
 
     out        folder of the findings
@@ -59,7 +59,7 @@ class Plan:
         return self.limit or (SLOW_LIMIT if claim.slow else FAST_LIMIT)
 
 
-def select(plan: Plan) -> list[Claim]:
+def select(plan: TheoryOptions) -> list[Claim]:
     """The claims that a plan requests, in the order of the texts.
 
     Raises ValueError with similar names if there is no such claim, chapter or kind.
@@ -93,7 +93,7 @@ def _find(name: str, claims: Mapping[str, Claim]) -> str:
     raise ValueError(f"no claim is called {name!r}. {hint}")
 
 
-def run(plan: Plan, told: Told = lambda record, done, total: None) -> list[Record]:
+def run(plan: TheoryOptions, told: Told = lambda record, done, total: None) -> list[Record]:
     """Judge the requested claims without an up-to-date finding; return the records of all requested claims in order.
 
     Findings are reused as long as their fingerprint is unchanged. Claims that could not be measured (a model is
