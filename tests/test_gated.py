@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import heedful as h
+from heedful.kernels.gated_linear.reference import gated_linear
 from heedful.testing.case import Case, assert_agrees, dense, oracles, with_gradients
 
 
@@ -123,3 +124,17 @@ def test_each_feature_has_its_gate(feature_map):
     torch.testing.assert_close(attend(q, k, v, segments=ids), attend.matrix(q, k, segments=ids) @ v)
     alone = attend(*(x[..., 45:, :] for x in (q, k, v)))
     torch.testing.assert_close(attend(q, k, v, segments=ids)[..., 45:, :], alone)
+
+
+def test_a_large_weight_of_a_token_for_itself_leaves_the_gates_alone():
+    """No gate changes it, but rounded twice it would drown the gradients of gates that are small."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 2, 16, dtype=torch.float64) for _ in range(3))
+    q, k = 60 * q, 60 * k
+    gates = torch.tensor([-1.0, -60.0], dtype=torch.float64).view(1, 1, 2, 1).expand(1, 1, 2, 16)
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        g = gates.to(dtype).clone().requires_grad_()
+        out, _ = gated_linear(q.to(dtype), k.to(dtype), v.to(dtype), log_decay=g)
+        found[dtype] = torch.autograd.grad(out.square().sum(), g)[0].double()
+    assert (found[torch.float32] - found[torch.float64]).abs().max() < 1e-12

@@ -231,9 +231,8 @@ def _inside(group: _Group, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
 
 
 def _inside_backward(group: _Group, x: Tensor, y: Tensor, u: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_inside` in x, y and u."""
-    dot = (dout * u).sum(-1, keepdim=True)
-    dx, dy, du = dot * y, dot * x, (x * y).sum(-1, keepdim=True) * dout
+    """The gradients of `_inside` in x and y by the weights of two different tokens, and in u by all weights."""
+    dx, dy, du = torch.zeros_like(x), torch.zeros_like(y), (x * y).sum(-1, keepdim=True) * dout
     for half in group.halves():
         X, D, dX = (_split(t, half.size)[..., 1, :, :] for t in (x, dout, dx))
         Y, U, dY, dU = (_split(t, half.size)[..., 0, :, :] for t in (y, u, dy, du))
@@ -284,6 +283,8 @@ class _Gated(torch.autograd.Function):
             dX, dY = dX + group.cut(dx), dY + group.leave * (U @ after.mT)
             # differences of large sums: float64 preserves them over long sequences
             change = _of_gates((X.double() * dX - Y.double() * dY).flatten(-3, -2), g)
+            own = (D * U).sum(-1, keepdim=True)  # of a token's weight for itself, which no gate changes
+            dX, dY = dX + own * Y, dY + own * X
             change = change.flip(-2).cumsum(-2).flip(-2) + after_it
             after_it = change[..., :1, :]
             for target, part in ((dx, dX), (dy, dY), (du, dU + (Y * group.leave) @ after)):
