@@ -13,10 +13,10 @@ from heedful.cli.answers import AsJson, check_limits, fail, print_json, writing
 
 def bench_command(
     tables: Annotated[
-        list[str] | None, typer.Argument(metavar="[TABLE]…", help="peers, growth, memory; all without it.")
+        list[str] | None, typer.Argument(metavar="[TABLE]…", help="peers, growth, memory; without: all.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="This case or mechanism alone; repeatable.")
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this case or mechanism; repeatable.")
     ] = None,
     n: Annotated[list[int] | None, typer.Option("--n", help="Tokens; repeatable. Each table has its own.")] = None,
     heads: Annotated[

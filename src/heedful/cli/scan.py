@@ -23,41 +23,40 @@ def scan_command(
         list[Path] | None, typer.Option("--texts", metavar="FILE", help="A text; repeatable.  [default: heedful's own]")
     ] = None,
     texts_count: Annotated[
-        int | None, typer.Option("--texts-count", help="So many texts; a long file is cut into several.")
+        int | None, typer.Option("--texts-count", help="Number of texts; a long file is cut into several.")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option("--lengths", metavar="N,N…", help="Tokens to read.  [default: 512; files whole]")
+        str | None,
+        typer.Option("--lengths", metavar="N,N…", help="Tokens to read.  [default: 512; of files, all]"),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option("--layers", metavar="L,L-L…", help="Attention calls, from 0.  [default: all]")
+        str | None, typer.Option("--layers", metavar="L,L-L…", help="Layers to measure, from 0.  [default: all]")
     ] = None,
     precision: Annotated[
         float | None, typer.Option("--precision", help="Add texts until the mean rank is ± this share of itself.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="MODEL", help="Compare with it, on the same texts.")
+        str | None, typer.Option("--against", metavar="MODEL", help="Compare with this model, on the same texts.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where records are kept.  [default: runs/MODEL]")
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the records.  [default: runs/MODEL]")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the scan in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the scan in --out.")] = False,
     engine: Annotated[
         str, typer.Option("--engine", help="local; processes, or ray (a cluster), which share the texts.")
     ] = "local",
-    address: Annotated[str | None, typer.Option("--address", help="Of a Ray cluster that is running.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="Of --engine processes or ray.")] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Take no more than this, such as 4G.")
-    ] = None,
+    address: Annotated[str | None, typer.Option("--address", help="Address of a running Ray cluster.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Number of processes.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory limit, such as 4G.")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Run the model in float32, bfloat16 or float16.  [default: as stored]"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of random starts and random heads.")] = 0,
-    budget: Annotated[int, typer.Option("--budget", help="Products for each head's spectrum; more is tighter.")] = 208,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random starts and random heads.")] = 0,
+    budget: Annotated[int, typer.Option("--budget", help="Matrix products per head; more narrow the bounds.")] = 208,
     beyond: Annotated[
-        bool, typer.Option("--beyond-positions", help="Read more than a rotary model was trained on.")
+        bool, typer.Option("--beyond-positions", help="Read more tokens than the model was trained on.")
     ] = False,
     remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
@@ -69,7 +68,7 @@ def scan_command(
         bool, typer.Option("--allow-random", help="Measure a model whose weights are not all stored.")
     ] = False,
     allow_unknown: Annotated[
-        bool, typer.Option("--allow-unknown", help="Read texts whose tokens the tokenizer hardly knows.")
+        bool, typer.Option("--allow-unknown", help="Read texts of mostly unknown tokens.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -131,7 +130,7 @@ def scan_command(
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(metavar="DIR", help="Records of a scan.")],
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a scan.")],
     other: Annotated[
         Path | None, typer.Argument(metavar="[OTHER]", help="Another scan of the same texts, to compare with.")
     ] = None,

@@ -12,25 +12,27 @@ from heedful.cli.answers import AsJson, fail, print_json, writing
 
 def theory_command(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]…", help="Claims, such as T11.23; all without.")
+        list[str] | None, typer.Argument(metavar="[ID]…", help="Claims, such as T11.23; without: all.")
     ] = None,
     chapter: Annotated[str | None, typer.Option("--chapter", help="Only this chapter, such as low-rank.")] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="Only this kind, such as exact or empirical.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Show those alone that fail.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Show only the claims that fail.")] = False,
     slow: Annotated[bool, typer.Option("--all", help="Run slow claims too.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", help="Processes side by side.  [default: one a core]")] = 0,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds for each claim.  [default: 300, slow 1800]")] = 0,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where findings are kept.")] = Path("runs/theory"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Judge again what was judged before.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", show_default=False, help="Processes.  [default: one per core]")] = 0,
+    limit: Annotated[
+        float, typer.Option("--limit", show_default=False, help="Seconds per claim.  [default: 300, slow 1800]")
+    ] = 0,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the findings.")] = Path("runs/theory"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Judge all claims again.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the theory book.")] = None,
     language: Annotated[str, typer.Option("--language", help="en or zh.")] = "en",
     as_json: AsJson = False,
 ) -> None:
     """Run the theory: every statement of the texts, with a verdict.
 
-    Each claim has a check, and a control on which the check must come out the other way. One claim alone is told in
-    full. Findings are kept as they come, so a run that was interrupted goes on, and used again while nothing has
-    changed that they depend on. Exit code 1: a check could not tell a claim from its control.
+    Each claim has a check, and a control on which the check must give the opposite result. A single claim is shown in
+    full. Findings are written as they come: an interrupted run continues, and a finding is used again until something
+    changes that it depends on. Exit code 1: a check gave the same result for a claim and its control.
 
     \b
     heedful theory T11.23
