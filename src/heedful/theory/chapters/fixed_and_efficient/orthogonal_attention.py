@@ -330,8 +330,9 @@ GENERALISATION = Claim(
     control=Case("seven fixed heads, against eight learned", (A, "7Ftoken+1L", "8L")),
     first="empirical",
     reason=Text(
-        "Decided by the study frozen-projections (docs/studies.md).",
-        "由研究 frozen-projections 判定（docs/studies.md）。",
+        "Decided by the study frozen-projections (docs/studies.md). Provisional: the check was written after the runs "
+        "were seen, and training was short.",
+        "由研究 frozen-projections 判定（docs/studies.md）。此判定是暂时的：检验写于看到结果之后，且训练较短。",
     ),
     counterexample="""\
 from statistics import mean

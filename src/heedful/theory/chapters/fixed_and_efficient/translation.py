@@ -130,8 +130,11 @@ WHY = Claim(
     control=Case("without the gradients", ("7Ftoken+1L", False)),
     first="empirical",
     reason=Text(
-        "Decided by the study fixed-heads. Gradient norms vary more with fixed heads at the end of training, not less.",
-        "由研究 fixed-heads 判定。训练末期，固定头的梯度范数波动更大而非更小。",
+        "Decided by the study fixed-heads. Gradient norms vary more with fixed heads at the end of training, not less. "
+        "Provisional: the check was written after the runs were seen, and the learned baseline may be weak in short "
+        "training (docs/studies.md).",
+        "由研究 fixed-heads 判定。训练末期，固定头的梯度范数波动更大而非更小。"
+        "此判定是暂时的：检验写于看到结果之后，且可学习的基线在短训练下可能偏弱（docs/studies.md）。",
     ),
     counterexample="""\
 from statistics import mean
