@@ -11,6 +11,7 @@ their positions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +55,7 @@ class Tokens:
         return None if self.real is None else (self.real.long() - 1)[:, None]
 
 
-class KeyStore:
+class KeyStore(ABC):
     """Keys and values of some groups of a layer; see the two kinds below."""
 
     def __init__(self, groups: tuple[int, ...]):
@@ -62,9 +63,9 @@ class KeyStore:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
+    @abstractmethod
     def write(self, k: Float[Tensor, "b g n d"], v: Float[Tensor, "b g n e"], tokens: Tokens) -> None:
         """Write new tokens."""
-        raise NotImplementedError
 
     def bytes(self) -> int:
         return sum(x.untyped_storage().nbytes() for x in (self.k, self.v) if x is not None)
